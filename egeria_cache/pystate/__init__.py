@@ -4,8 +4,9 @@ Owns the one list of what is foreign, opaque, or an atom (`foreign.py`). It runs
 user's, and knows nothing of models that are cached or of stores: whoever asks (the content address,
 the guards, the dry run, the data set's fingerprint) says what to look at.
 
-`content` and `look` digest, `snapshot` keeps what was (`places`) and puts it back or `ahead`,
-`copier` copies, `code` follows functions by the names that they read (`bytecode`).
+`content` digests, `snapshot` keeps what was (`places`) and puts it back or `ahead`, `look` prints
+what a snapshot comes by, `copier` copies, `code` follows functions by the names that they read
+(`bytecode`).
 """
 
 from egeria_cache.pystate.bytecode import attributes_of, names_in
@@ -25,12 +26,11 @@ from egeria_cache.pystate.foreign import (
     own_dict,
     own_slots,
 )
-from egeria_cache.pystate.look import Portrait, is_below, portrait
+from egeria_cache.pystate.look import Portrait, is_below
 from egeria_cache.pystate.places import Names, OfClass
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.pystate.random_state import RandomState
 from egeria_cache.pystate.snapshot import (
-    ALL_DATA,
     CODE,
     DATA,
     MODELS,
@@ -42,7 +42,6 @@ from egeria_cache.pystate.snapshot import (
 )
 
 __all__ = [
-    "ALL_DATA",
     "CODE",
     "DATA",
     "MODELS",
@@ -80,7 +79,6 @@ __all__ = [
     "own_dict",
     "own_slots",
     "plain_print",
-    "portrait",
     "reached",
     "stashed",
     "tensor_digest",

@@ -1,9 +1,8 @@
 """What an object is, by content: a print for everything that can be reached from it.
 
-Data sets, their transforms and collate functions decide what a sample is. They are walked: through
-attributes, containers, closures, defaults, bound objects, the code of functions and classes, and
-the globals that code outside of libraries reads. The result is a flat mapping from a readable path
-to a print, so that two portraits can say *where* they differ.
+Data sets, their transforms and collate functions decide what a sample is. The walk is that of a
+`Snapshot`; what it comes by is printed instead of kept. The result is a flat mapping from a
+readable path to a print, so that two portraits can say *where* they differ.
 
 What trains is no data: models, optimizers, loaders, hooks, and an object that holds one of them. A
 model of which nothing trains, and that a data set or its transform has, is a part of that.
@@ -13,13 +12,11 @@ decide a sample or not: it is looked at, but a sample has the last word (`finger
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -28,9 +25,8 @@ from types import (
     MethodType,
     MethodWrapperType,
     ModuleType,
-    SimpleNamespace,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,37 +35,82 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.kinds import home, is_installed, kind_name
+from egeria_cache.kinds import LIBRARIES, is_installed, kind_name
 from egeria_cache.pystate import prints as content
 from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
+from egeria_cache.pystate.content import digest
 from egeria_cache.pystate.foreign import (
+    ATOMS,
+    MEMORY,
     is_data_set,
     is_frozen,
     is_opaque,
     is_pickled_otherwise,
     is_standard,
     is_training,
+    is_users,
     own_attributes,
+    own_dict,
     state_of,
 )
-from egeria_cache.pystate.places import LEADS
+from egeria_cache.pystate.places import (
+    GENERATORS,
+    LEADS,
+    Attributes,
+    Generator,
+    Items,
+    Named,
+    Names,
+    Place,
+    Sketch,
+    sketch_of,
+)
+from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, holds_threads
 
-MAX_NODES = 20_000
-"""Objects that are looked at; what lies beyond is left out."""
-MAX_ITEMS = 4096
-"""Of a container whose elements have to be looked at one by one."""
-MAX_DEPTH = 24
+_ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 24, sketches=True)
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
+_NO_OBJECTS = (
+    Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *LEADS
+)  # fmt: skip
 
 
-class Portrait(NamedTuple):
-    """What was seen."""
+def is_below(path: str, tops: AbstractSet[str]) -> bool:
+    """Whether a path is one of `tops`, or leads through one of them."""
+    return path in tops or any(path.startswith((f"{top}.", f"{top}[")) for top in tops)
 
-    prints: dict[str, int]
-    """Path -> 64-bit print."""
-    doubtful: frozenset[str]
-    """Paths of objects that may decide nothing, with all that is below them."""
+
+class Portrait(Snapshot):
+    """Prints of all that a snapshot comes by.
+
+    Args:
+        roots: Objects by name; of the one named "data set" every attribute counts.
+        thorough: Read all of long arrays and lists, as a comparison with another process needs, and
+            keep nothing. A quick portrait holds within this process only, and is a snapshot: as
+            long as it `has_moved` not, another portrait would be the same, but for long arrays.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, thorough: bool = True) -> None:
+        self._keeps = not thorough
+        self._vouched: set[int] = set()
+        """Data sets that say themselves what they are."""
+        settings = getattr(os.environ, "_data", {})
+        places = Items("the environment", settings), Items("", roots)
+        super().__init__(places=places, reach=_ALL)
+        self.prints: dict[str, int] = {}
+        """Path -> 64-bit print."""
+        self.doubtful: set[str] = set()
+        """Paths of objects that may decide nothing, with all that is below them."""
+        self._is_thorough = thorough
+        self._bytes_left = content.THOROUGH_BYTES
+        self._paths: dict[int, str] = {}
+        self._within_reach: dict[int, bool] = {}
+        """Whether what has this id was reached by way of code, and belongs to no data set."""
+        self._is_told, self._scope = False, None
+        for name, value in roots.items():
+            if not self._is_noted(name, value):
+                self._within_reach[id(value)] = name != "data set"
+                self._walk(deque([(name, value)]))
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
@@ -80,266 +121,199 @@ class Portrait(NamedTuple):
         moved = [path for path in paths if before.get(path) != now.get(path)]
         return [path for path in moved if not is_below(path, leave_out)]
 
+    def _note(self, path: str, what: Any) -> None:
+        found = what
+        if not isinstance(what, int):
+            text = what if isinstance(what, bytes) else what.encode("utf-8", "replace")
+            found = xxhash.xxh3_64_intdigest(text)
+        if path in self.prints:
+            found = xxhash.xxh3_64_intdigest(f"{self.prints[path]},{found}".encode())
+        self.prints[path] = found
 
-def portrait(roots: Mapping[str, Any], *, thorough: bool = True) -> Portrait:
-    """Look at everything that can be reached from `roots`.
-
-    Args:
-        roots: Objects by name; of the one named "data set" every attribute counts.
-        thorough: Read all of long arrays and lists, as a comparison with another process needs. A
-            quick portrait holds within this process only.
-    """
-    walk = _Walk(thorough)
-    for name, value in roots.items():
-        with walk.within_reach(name != "data set"):
-            walk.visit(name, value, 0)
-    return Portrait(walk.prints, frozenset(walk.doubtful))
-
-
-def _behind(value: Any) -> Any:
-    """Return what a context variable or a weak reference leads to now."""
-    return value.get(None) if isinstance(value, ContextVar) else value()
-
-
-def is_below(path: str, tops: AbstractSet[str]) -> bool:
-    """Whether a path is one of `tops`, or leads through one of them."""
-    return path in tops or any(path.startswith((f"{top}.", f"{top}[")) for top in tops)
-
-
-class _Walk:
-    def __init__(self, thorough: bool) -> None:
-        self.prints: dict[str, int] = {}
-        self.doubtful: set[str] = set()
-        self._is_within_reach = False
-        """Whether what is visited was reached by way of code, and belongs to no data set."""
-        self._thorough = thorough
-        self._bytes_left = content.THOROUGH_BYTES
-        self._seen: dict[int, str] = {}
-        self._alive: list[Any] = []  # an object that dies would give its id to another
-
-    @contextmanager
-    def within_reach(self, is_so: bool = True) -> Iterator[None]:
-        """Visit what lies within reach of code, or what belongs to a data set."""
-        before, self._is_within_reach = self._is_within_reach, is_so
-        try:
-            yield
-        finally:
-            self._is_within_reach = before
-
-    def visit(self, path: str, value: Any, depth: int) -> None:
-        if value is None:
-            return  # nothing: what is opened or filled lazily leaves no trace before or after
-        if type(value) in content.PLAIN:
-            self.prints[path] = content.plain_print(value) or 0
-            return
-        known = self._seen.get(id(value))
-        if known is not None or len(self.prints) > MAX_NODES or depth > MAX_DEPTH:
-            self._note(path, f"as {known}")
-            return
-        self._seen[id(value)] = path
-        self._alive.append(value)
-        try:
-            self._look(path, value, depth)
-        except (RuntimeError, TypeError, ValueError, AttributeError, OSError):
-            self.prints.pop(path, None)  # it cannot be looked at: a handle of some kind
-
-    def _note(self, path: str, text: str | bytes) -> None:
-        data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
-        self.prints[path] = xxhash.xxh3_64_intdigest(data)
-
-    def _look(self, path: str, value: Any, depth: int) -> None:
-        if not self._thorough and content.is_long(value):
-            self.prints[path] = content.long_print(value)
-        elif isinstance(value, Tensor):
-            num_bytes = value.nbytes if value.layout == torch.strided else 0
-            self.prints[path] = content.tensor_print(value, self._spend(num_bytes))
-        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            self._array(path, np.asanyarray(value))
-        elif isinstance(value, LEADS):
-            self.visit(f"{path}.<value>", _behind(value), depth + 1)
-        elif isinstance(value, type):
-            self._class(path, value, depth)
-        elif isinstance(value, ModuleType):
-            self._note(path, f"{value.__name__} {getattr(value, '__version__', '')}")
-        elif callable(value) and self._function(path, value, depth):
-            pass
-        elif isinstance(value, Mapping | Sequence | AbstractSet | np.ndarray):
-            self._container(path, value, depth)
-        else:
-            self._object(path, value, depth)
-
-    def _array(self, path: str, array: np.ndarray) -> None:
-        self.prints[path] = content.array_print(array, self._spend(array.nbytes))
-
-    def _spend(self, num_bytes: int) -> int:
-        """Return how many bytes may be read, for a value of so many."""
-        left = self._bytes_left
-        self._bytes_left = max(0, left - num_bytes)
-        return left
-
-    # ---- containers ---------------------------------------------------------------------------
-
-    def _container(self, path: str, value: Any, depth: int) -> None:
-        found = content.plain_print(value)
-        if found is not None:
-            self.prints[path] = found
-            return
-        self._note(path, f"{kind_name(type(value))} of {len(value)}")
-        if isinstance(value, Mapping):
-            for i, (key, item) in enumerate(islice(value.items(), MAX_ITEMS)):
-                text = (
-                    repr(key)[:80] if type(key) in content.PLAIN else f"{i}: {kind_name(type(key))}"
-                )
-                self.visit(f"{path}[{text}]", item, depth + 1)
-        elif isinstance(value, AbstractSet):
-            self._note(path, "|".join(sorted(map(_text, value))))
-        else:
-            for i in range(0, len(value), max(1, len(value) // MAX_ITEMS)):
-                self.visit(f"{path}[{i}]", value[i], depth + 1)
-        if type(value) not in (dict, list, tuple):
-            self._attributes(path, value, depth)
-
-    # ---- code ---------------------------------------------------------------------------------
-
-    def _function(self, path: str, value: Callable[..., Any], depth: int) -> bool:
-        """Look at a function of some kind; False if it is an object that can be called."""
-        if isinstance(value, functools.partial):
-            self._note(path, "partial")
-            for name in ("func", "args", "keywords"):
-                self.visit(f"{path}.{name}", getattr(value, name), depth + 1)
-        elif isinstance(value, MethodType):
-            self._note(path, "method")
-            self.visit(f"{path}.{value.__name__}", value.__func__, depth + 1)
-            with self.within_reach():
-                self.visit(f"{path}.__self__", value.__self__, depth + 1)
-        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
-            self._note(path, value.__qualname__)
-            if not isinstance(value.__self__, ModuleType | None):
-                self.visit(f"{path}.__self__", value.__self__, depth + 1)
-        elif isinstance(value, FunctionType):
-            with self.within_reach():
-                self._python_function(path, value, depth)
-        elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):
-            with self.within_reach():
-                self._python_function(path, inner, depth)
-        else:
+    def _is_noted(self, path: str, value: Any) -> bool:
+        """Note a value that holds no other; False if it is not one. Nothing says nothing: what is
+        opened or filled lazily leaves no trace before or after.
+        """
+        if type(value) not in ATOMS or isinstance(value, CODE_KINDS):
             return False
+        if isinstance(value, ModuleType):
+            self._note(path, f"{value.__name__} {getattr(value, '__version__', '')}")
+        elif value is not None:
+            self._note(path, content.plain_print(value) or _text(value))
         return True
 
-    def _python_function(self, path: str, function: FunctionType, depth: int) -> None:
-        code = function.__code__
-        self.prints[path], names, settings = _look_at_code(code)
-        for name, part in (
-            ("defaults", function.__defaults__),
-            ("kwdefaults", function.__kwdefaults__),
-            ("attributes", function.__dict__),
-        ):
-            if part:
-                self.visit(f"{path}.<{name}>", part, depth + 1)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                self.visit(f"{path}.<{name}>", cell.cell_contents, depth + 1)
-            except ValueError:  # not assigned yet
-                self._note(f"{path}.<{name}>", "empty")
-        for name in names:
-            value = function.__globals__.get(name, function)
-            if not (value is function or value is os.environ or isinstance(value, ModuleType)):
-                self.visit(f"{home(function.__module__)}.{name}", value, depth + 1)
-        for name in settings:
-            if name in os.environ:
-                self._note(f"the environment[{name!r}]", os.environ[name])
+    def _again(self, path: str, value: Any) -> None:
+        known = self._paths.get(id(value), path)
+        if known != path:
+            plain = None if content.is_long(value) else content.plain_print(value)
+            self._note(path, f"as {known}" if plain is None else plain)
 
-    def _class(self, path: str, kind: type, depth: int) -> None:
-        """Add a class: its name, and the code and plain values of all that it inherits from; the
-        version of what is installed.
-        """
-        self._note(path, kind_name(kind))
-        for base in kind.__mro__[:-1]:
-            if is_standard(base) or is_opaque(base):
-                continue
-            if is_installed(base):
-                top = base.__module__.partition(".")[0]
-                self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
-                continue
-            for name, part in vars(base).items():
-                inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
-                inner = inner.fget if isinstance(inner, property) else inner
-                if isinstance(inner, FunctionType) or (
-                    not name.startswith("__") and _is_value(inner)
-                ):
-                    self.visit(f"{kind_name(base)}.{name}", inner, depth + 1)
+    def _is_mute(self, value: Any) -> bool:
+        if isinstance(value, LEADS):
+            return False
+        may_train = self._within_reach.get(id(value), False) or not is_frozen(value)
+        return is_opaque(type(value)) or value is os.environ or (may_train and is_training(value))
 
-    # ---- objects ------------------------------------------------------------------------------
-
-    def _object(self, path: str, value: Any, depth: int) -> None:
-        kind = type(value)
-        if is_opaque(kind):
-            return
-        if is_training(value) and (self._is_within_reach or not is_frozen(value)):
-            return
-        if is_data_set(value):
-            with self.within_reach(False):
-                self._parts(path, value, depth)
-        elif self._is_within_reach and not callable(value):
+    def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        within = self._within_reach.get(id(value), False)
+        self._paths[id(value)] = path
+        self._scope = getattr(value, "__globals__", None)
+        self._keeps = not (self._is_thorough or holds_threads(value))
+        is_object = not isinstance(value, _NO_OBJECTS) and not callable(value)
+        is_set = is_data_set(value) and not isinstance(value, (*_NO_OBJECTS, type))
+        is_set |= isinstance(value, Dataset)
+        if within and is_object and not is_set:
             self.doubtful.add(path)
-            self._parts(path, value, depth)
-        else:
-            self._parts(path, value, depth)
-
-    def _parts(self, path: str, value: Any, depth: int) -> None:
-        kind = type(value)
-        self._note(path, kind_name(kind))
-        if isinstance(value, torch.Generator):
-            self._note(path, f"generator {value.initial_seed()}")
-            return
-        if not is_standard(kind):
-            self.visit(kind_name(kind), kind, depth + 1)
-        elif kind is not SimpleNamespace and " at 0x" not in (text := repr(value)):
-            self._note(path, text)
-            return
-        own = _own_fingerprint(value)
+        below: list[tuple[str, Any]] = []
+        own = _own_fingerprint(value) if is_set else None
         if own is not None:
-            self.visit(f"{path}.fingerprint", own, depth + 1)
-        if own is None and is_pickled_otherwise(kind):
-            for i, part in enumerate(state_of(value)):
-                self.visit(f"{path}.<{i}>", part, depth + 1)
-        elif not self._attributes(path, value, depth, vouched=own is not None):
-            self._foreign(path, value, depth)
+            self._vouched.add(id(value))
+            if not self._is_noted(f"{path}.fingerprint", own):
+                below.append((f"{path}.fingerprint", own))
+        self._is_told = self._print(path, value)
+        if not _ends(value):
+            below += super()._look(path, value)
+        is_within = isinstance(value, FunctionType | MethodType) or (within and not is_set)
+        self._within_reach.setdefault(id(type(value)), is_within)
+        for at, part in below:
+            self._within_reach.setdefault(id(part), is_within)
+            yield at, part
 
-    def _attributes(self, path: str, value: Any, depth: int, *, vouched: bool = False) -> bool:
-        """Visit the attributes; False if there can be none.
+    def _keep(self, place: Place) -> list[tuple[str, Any]]:
+        """Note what the place holds by name; return what else it holds."""
+        if isinstance(place, Names) and str(place.where.get("__file__")).startswith(LIBRARIES):
+            return []
+        is_pickled = is_pickled_otherwise(type(place.where)) and sketch_of("", place.where)
+        is_vouched = id(place.where) in self._vouched
+        if isinstance(place, Attributes):
+            if isinstance(place.where, MEMORY) or (is_pickled and not is_vouched):
+                return []  # whose memory it is; what it has worked out
+        elif isinstance(place, Generator) or (isinstance(place, Sketch) and is_vouched):
+            return []  # a draw makes no other data set
+        elif not self._keeps and not isinstance(place, Named | Sketch):
+            return []
+        found = super()._keep(place)
+        seen = self._kept[-1]
+        if not self._keeps:
+            self.places.pop(), self._kept.pop()
+        if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
+            if is_pickled and seen is not None:
+                self._note(place.path, repr(seen[0]))
+            return [(at, part) for at, part in found if type(part) not in ATOMS]
+        if isinstance(place, Attributes) and is_vouched:
+            tops = (f"{place.path}.indices", *(f"{place.path}.{name}" for name in _OWN))
+            found = [
+                one for one in found
+                if one[0] == tops[0] or (one[0] not in tops and _is_active(one[1]))
+            ]  # fmt: skip
+        if isinstance(place, Names) and place.where is not self._scope:
+            self.doubtful.update(at for at, _ in found)  # of a module that the code names
+        found = [one for one in found if not one[0].endswith(".__module__")]
+        return [(at, part) for at, part in found if not self._is_noted(at, part)]
 
-        Of an object with a fingerprint of its own only code, other data sets and indices count.
-        """
-        found = False
-        for name, part in own_attributes(value).items():
-            found = True
-            if not vouched or name == "indices" or (name not in _OWN and _is_active(part)):
-                self.visit(f"{path}.{name}", part, depth + 1)
-        return found or hasattr(value, "__dict__")
+    def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if self._is_told and (self._is_thorough or len(value) > _ALL.max_items):
+            return
+        mapping = isinstance(value, Mapping)
+        pairs = value.items() if mapping else enumerate(value)
+        for key, item in islice(pairs, _ALL.max_held):
+            name = repr(key)[:80] if type(key) in content.PLAIN else kind_name(type(key))
+            if not (_is_fixed(item) if self._is_told else self._is_noted(f"{path}[{name}]", item)):
+                yield f"{path}[{name}]", item
 
-    def _foreign(self, path: str, value: Any, depth: int) -> None:
-        """Look at an object of an extension: its memory, or what pickling would keep."""
-        try:
-            view = memoryview(value)
-        except TypeError:
-            view = None
-        if view is not None and view.contiguous:
-            self._array(path, np.frombuffer(view, np.uint8))
-        elif self._thorough:
-            for i, part in enumerate(state_of(value)):
-                self.visit(f"{path}.<{i}>", part, depth)
+    def _is_brief(self, value: Any) -> bool:
+        return not self._is_thorough and content.is_long(value)
+
+    def _spend(self, value: Any, num_bytes: int) -> int:
+        """Return how many bytes of a tensor or an array of so many may be read."""
+        left = self._bytes_left
+        self._bytes_left = max(0, left - num_bytes)
+        return 0 if self._is_brief(value) else left
+
+    def _print(self, path: str, value: Any) -> bool:
+        """Note what a value is, beside what it holds; return whether its items are told as well."""
+        if isinstance(value, Tensor):
+            num_bytes = value.nbytes if value.layout == torch.strided else 0
+            self._note(path, content.tensor_print(value, self._spend(value, num_bytes)))
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            self._array(path, np.asanyarray(value))
+        elif isinstance(value, type):
+            self._note(path, kind_name(value))
+            if is_installed(value) and not is_standard(value):
+                top = value.__module__.partition(".")[0]
+                self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
+        elif isinstance(value, FunctionType):
+            number, settings = _look_at_code(value.__code__)
+            self._note(path, number)
+            for name in settings:
+                if name in os.environ:
+                    self._note(f"the environment[{name!r}]", os.environ[name])
+        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+            self._note(path, value.__qualname__)
+        elif isinstance(value, AbstractSet):
+            self._note(path, "|".join(sorted(map(_text, value))))
+            return True
+        elif self._is_brief(value):
+            length, items = Sketch(path, value).read(value) or (0, [])
+            kept = [one if type(one) in content.PLAIN else id(one) for one in items]
+            self._note(path, f"{id(value)} {length} {kept}")
+            return True
+        elif (found := content.plain_print(value)) is not None:
+            self._note(path, found)
+            return True
+        elif isinstance(value, dict | list | tuple | deque):
+            self._note(path, f"{kind_name(type(value))} of {len(value)}")
+        elif isinstance(value, MEMORY):
+            self._array(path, np.frombuffer(memoryview(value), np.uint8))
+        elif isinstance(value, LEADS) or own_dict(value) is not None or own_attributes(value):
+            self._note(path, kind_name(type(value)))
         else:
-            self._note(path, str(id(value)))
+            self._foreign(path, value)
+        return False
+
+    def _array(self, path: str, array: np.ndarray) -> None:
+        self._note(path, content.array_print(array, self._spend(array, array.nbytes)))
+
+    def _foreign(self, path: str, value: Any) -> None:
+        """Look at an object without attributes: what it shows, its memory, or what pickling would
+        keep.
+        """
+        kind = kind_name(type(value))
+        text = _text(value) if is_standard(type(value)) else kind
+        self._note(path, text)
+        if text != kind:
+            return
+        with Attempt() as tried:
+            self._array(path, np.frombuffer(memoryview(value), np.uint8))
+        if tried.error is None:
+            return
+        with Attempt():
+            if isinstance(value, torch.Generator):
+                self._note(path, value.initial_seed())
+            elif isinstance(value, GENERATORS):
+                self._note(path, digest(Generator("", value).read(value)))
+            else:
+                self._note(path, digest(state_of(value)) if self._is_thorough else str(id(value)))
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
+
+
+def _ends(value: Any) -> bool:
+    """Whether it leads to nothing of the user's."""
+    if isinstance(value, type):
+        return not is_users(value)
+    return isinstance(value, FunctionType) and (
+        is_installed_code(value.__code__) and not value.__closure__
+    )
 
 
 def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
-    if not is_data_set(value):
-        return None
     for name in _OWN:
         # Not what a wrapper hands on from the data set inside of it.
-        if name in getattr(value, "__dict__", {}) or any(
+        if name in (own_dict(value) or {}) or any(
             name in base.__dict__ for base in type(value).__mro__
         ):
             own = getattr(value, name)
@@ -355,25 +329,19 @@ def _is_active(value: Any) -> bool:
     return callable(value) or isinstance(value, Dataset)
 
 
-def _is_value(value: Any) -> bool:
-    return type(value) in content.PLAIN or isinstance(value, list | tuple | dict | np.ndarray)
-
-
 def _text(value: Any) -> str:
     text = repr(value)
     return kind_name(type(value)) if " at 0x" in text else text
 
 
-_CODE: dict[int, tuple[CodeType, int, tuple[str, ...], tuple[str, ...]]] = {}
-"""Code by its identity, which keeping it here makes last: its print, what globals it reads, and
-what may be variables of the environment."""
+_CODE: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
+"""Code by its identity, which keeping it here makes last: its print, and what may be variables of
+the environment."""
 
 
-def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
     known = _CODE.get(id(code))
     if known is None:
-        digest = xxhash.xxh3_64_intdigest(code_text(code))
-        read = () if is_installed_code(code) else names_in(code).loaded
         settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
-        known = _CODE[id(code)] = code, digest, read, settings
+        known = _CODE[id(code)] = code, xxhash.xxh3_64_intdigest(code_text(code)), settings
     return known[1:]

@@ -8,7 +8,7 @@ about a hundred million values in ten seconds.
 from __future__ import annotations
 
 import marshal
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,30 +65,6 @@ def is_long(value: Any) -> bool:
     if type(value) in (list, tuple, dict):
         return len(value) > LONG >> 6
     return False
-
-
-def long_print(value: Any) -> int:
-    """Return a print of a long value that costs little: identity, and a look here and there.
-
-    Only within one process, while `value` lives.
-    """
-    parts: list[Any] = [id(value), len(value)]
-    if type(value) is dict:
-        parts += [_brief(one) for pair in islice(value.items(), 8) for one in pair]
-    elif type(value) in (list, tuple):
-        parts += map(_brief, value[:: len(value) // 256])
-    elif isinstance(value, Tensor):
-        parts += [value._version, value.data_ptr(), tensor_print(value, 0)]
-    else:
-        parts.append(array_print(value, 0))
-    return xxhash.xxh3_64_intdigest(repr(parts).encode("utf-8", "replace"))
-
-
-def _brief(value: Any) -> Any:
-    is_flat = type(value) in PLAIN or (
-        type(value) is tuple and all(type(part) in PLAIN for part in value)
-    )
-    return value if is_flat else id(value)
 
 
 def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
-import random
 import weakref
 from array import array
 from collections import deque
@@ -54,8 +53,6 @@ from egeria_cache.pystate.foreign import (
     slots_of,
 )
 from egeria_cache.pystate.places import (
-    GENERATORS,
-    LEADS,
     Attributes,
     Cell,
     Elements,
@@ -79,7 +76,7 @@ _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (staticmethod | classmethod, ("__func__",)),
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
-_CODE = (FunctionType, type, property, staticmethod, classmethod)
+CODE_KINDS = (FunctionType, type, property, staticmethod, classmethod)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +118,19 @@ def _is_no_data(value: Any) -> bool:
         return is_installed_code(value.__code__) and not value.__closure__
     if is_opaque(type(value)) or (is_training(value) and not is_frozen(value)):
         return True
+    return holds_threads(value)
+
+
+def holds_threads(value: Any) -> bool:
+    """Whether an object has threads of its own, which write to it, too."""
     held = (own_dict(value) or {}).values()
-    return any(isinstance(part, Thread | Executor) for part in held)  # which write, too
+    return any(isinstance(part, Thread | Executor) for part in held)
 
 
 def _is_beyond_data(value: Any) -> bool:
     if isinstance(value, Tensor):  # what other processes may write to is not put back
         return not value.is_cpu or value.is_shared()
     return isinstance(value, SHARED) or _is_no_data(value)
-
-
-def _is_beyond_a_glance(value: Any) -> bool:
-    if isinstance(value, LEADS):
-        return False
-    return isinstance(value, (*GENERATORS, random.Random)) or _is_no_data(value)
 
 
 MODELS = Reach(_is_beyond_models, follows_code=False)
@@ -145,9 +141,6 @@ CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
 """The same, and the code that finds it."""
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""
-
-ALL_DATA = Reach(_is_beyond_a_glance, 20_000, 1 << 14, 4096, 1 << 24, sketches=True)
-"""All that decides a sample."""
 
 
 class Snapshot:
@@ -173,21 +166,36 @@ class Snapshot:
         pending = deque(roots)
         for place in places:
             pending += self._keep(place)
-        while pending and len(self._alive) < reach.max_objects:
-            path, value = pending.popleft()
-            is_atom = type(value) in ATOMS and not isinstance(value, _CODE)
-            if id(value) in self._alive or is_atom:
-                continue
-            self._alive[id(value)] = value
-            if reach.follows_code:
-                pending.append((type(value).__qualname__, type(value)))
-            with Attempt():  # it may be a handle of some kind
-                if not reach.lets_be(value):
-                    pending += self._look(path, value)
+        self._walk(pending)
         kept = () if reach.sketches else self.places
         tensors = [place.where for place in kept if isinstance(place.where, Tensor)]
         # One each: older releases of PyTorch take no tuple.
         self._versions = [*map(torch.autograd._unsafe_preserve_version_counter, tensors)]
+
+    def _walk(self, pending: deque[tuple[str, Any]]) -> None:
+        """Look through all that can be reached, the near first."""
+        while pending and len(self._alive) < self._reach.max_objects:
+            path, value = pending.popleft()
+            if type(value) in ATOMS and not isinstance(value, CODE_KINDS):
+                continue
+            if id(value) in self._alive:
+                self._again(path, value)
+                continue
+            self._alive[id(value)] = value
+            if self._is_mute(value):
+                continue
+            if self._reach.follows_code:
+                pending.append((type(value).__qualname__, type(value)))
+            with Attempt():  # it may be a handle of some kind
+                if not self._reach.lets_be(value):
+                    pending += self._look(path, value)
+
+    def _is_mute(self, value: Any) -> bool:
+        """Whether nothing of it counts, nor of its class."""
+        return False
+
+    def _again(self, path: str, value: Any) -> None:
+        """Something is held by another thing, too."""
 
     @property
     def objects(self) -> Iterable[Any]:

@@ -23,14 +23,11 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import (
-    ALL_DATA,
     PLAIN,
     Portrait,
-    Snapshot,
     array_print,
     is_below,
     plain_print,
-    portrait,
     tensor_print,
 )
 from egeria_cache.threads import without_modes
@@ -65,14 +62,14 @@ def look(
     collate: Callable[[Any], Any],
 ) -> Look:
     """Load some samples, and collate them, and describe them."""
-    before = portrait(roots, thorough=False)
+    before = Portrait(roots, thorough=False)
     samples = load()
     prints, together = [sample_print(sample) for sample in samples], None
     for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves behind matters
         with Attempt():
             together = sample_print(collate(some))
             break
-    after = portrait(roots, thorough=False)
+    after = Portrait(roots, thorough=False)
     paths = (*before.prints, *after.prints)
     moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
     return Look(prints, together, moved)
@@ -100,8 +97,7 @@ class Fingerprint:
         self._text: str | None = None
         self.age = 0
         """How often the data were seen to be others than before."""
-        nothing = Portrait({}, frozenset())
-        self._portraits: tuple[Portrait, Portrait] = nothing, nothing
+        self._portraits: tuple[Portrait, Portrait]
         self._shown = Look([], None, frozenset())
         """What loading has shown at first."""
         self._asked: Counter[str] = Counter()
@@ -113,7 +109,7 @@ class Fingerprint:
         self._next_full = self.next_look = 0.0
         """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._free_s = FREE_S
-        self._glance: Snapshot | None = None
+        self._glance: Portrait | None = None
         """Of the data as they were when they were looked at last."""
 
     def __str__(self) -> str:
@@ -151,16 +147,15 @@ class Fingerprint:
         return what
 
     def _changed(self, midway: bool) -> str | None:
-        has_moved = self._glance is None or self._glance.has_moved()
-        if not has_moved and time.perf_counter() < self._next_full:
+        if self._glance is None or self._glance.has_moved():
+            self._glance = Portrait(self._roots, thorough=False)
+        elif time.perf_counter() < self._next_full:
             return None
-        if has_moved:
-            self._glance = _glance_at(self._roots)
-        quick, left_out = portrait(self._roots, thorough=False), self._left_out
+        quick, left_out = self._glance, self._left_out
         started, (seen, before) = time.perf_counter(), self._portraits
         if not seen.differences(quick, left_out) and started < self._next_full:
             return None
-        full = portrait(self._roots)
+        full = Portrait(self._roots)
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
         if surely:
             return surely[0]
@@ -214,7 +209,7 @@ class Fingerprint:
         length = len(self._dataset)
         digest, own = xxhash.xxh3_128(), None
         started = time.perf_counter()
-        self._portraits = portrait(self._roots, thorough=False), portrait(self._roots)
+        self._portraits = Portrait(self._roots, thorough=False), Portrait(self._roots)
         self._prints, self._seen, self._shown = {}, None, Look([], None, frozenset())
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful
@@ -253,15 +248,6 @@ class Fingerprint:
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
-
-
-def _glance_at(roots: Mapping[str, Any]) -> Snapshot:
-    """Keep what shows at once: what all of it holds, small arrays whole, and the environment.
-
-    Where nothing has changed there, another portrait would be the same, but for long arrays.
-    """
-    settings = ("the environment", getattr(os.environ, "_data", None))
-    return Snapshot([("", roots), *roots.items(), settings], reach=ALL_DATA)
 
 
 def sample_print(sample: Any) -> int | None:

@@ -10,7 +10,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ _WORDS = 624
 """State of a Mersenne twister, in 32-bit words; the position in them comes on top."""
 
 
-class Generator(Protocol):
+class Generator:
     """One global generator."""
 
     def look(self) -> Any:
@@ -29,21 +29,26 @@ class Generator(Protocol):
 
         That is while a second normal deviate is kept from the draw before: taking it moves nothing.
         """
+        raise NotImplementedError
 
     def put_back(self, look: Any) -> None:
         """Make it draw again what it would have drawn at the time of `look`."""
+        raise NotImplementedError
 
     def seed(self, seed: int) -> None:
         """Seed it with a 64-bit number."""
+        raise NotImplementedError
 
     def save(self) -> Any:
         """Return all of its state."""
+        return self.look()
 
     def restore(self, saved: Any) -> None:
         """Put back what `save` returned."""
+        self.put_back(saved)
 
 
-class _Python:
+class _Python(Generator):
     """The functions of `random`."""
 
     def look(self) -> Any:
@@ -55,14 +60,8 @@ class _Python:
     def seed(self, seed: int) -> None:
         random.seed(seed)
 
-    def save(self) -> Any:
-        return random.getstate()
 
-    def restore(self, saved: Any) -> None:
-        random.setstate(saved)
-
-
-class _NumPy:
+class _NumPy(Generator):
     """NumPy's global generator, that of `np.random.rand` and its like."""
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class _NumPy:
         np.random.set_state(saved)
 
 
-class _Torch:
+class _Torch(Generator):
     """torch's default generator of the CPU."""
 
     def look(self) -> bytes | None:
@@ -110,20 +109,8 @@ class _Torch:
         # about fifty times as much.
         torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
-    def save(self) -> Any:
-        return torch.default_generator.get_state()
-
-    def restore(self, saved: Any) -> None:
-        torch.default_generator.set_state(saved)
-
 
 GENERATORS: dict[str, Generator] = {"random": _Python(), "numpy": _NumPy(), "torch": _Torch()}
-
-
-def seed_all(seed: int) -> None:
-    """Seed all three."""
-    for generator in GENERATORS.values():
-        generator.seed(seed)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ PLACES = {
     "prefetch.prefetcher.Prefetcher": "start",
     "prefetch.view.View": "contains",
     "samples.fingerprint.Fingerprint": "changed _take",
-    "samples.fingerprint": "portrait",
+    "samples.fingerprint": "Portrait",
     "samples.source.LoaderSource": "draws_at identify why_not_cacheable _look_at",
     "samples.study.Study": "alone look_for_padding",
     "skip.engine": "address prefix_tensors reached tell_modes",

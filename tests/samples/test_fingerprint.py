@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from egeria_cache.pystate import Portrait
 from egeria_cache.samples import Draws, LoaderSource
-from egeria_cache.samples.fingerprint import Fingerprint, _glance_at
+from egeria_cache.samples.fingerprint import Fingerprint
 from tests.helpers.forked import started
 
 SCALE = 1.0
@@ -419,7 +420,7 @@ def test_a_glance_sees_what_was_written_or_replaced(write):
         labels=list(range(5)), inner=SimpleNamespace(by=1), kinds={1, 2},
         named={"a": torch.ones(2, dtype=torch.bfloat16)}, weight=torch.nn.Parameter(torch.ones(2)),
     )  # fmt: skip
-    glance = _glance_at({"data set": data})
+    glance = Portrait({"data set": data}, thorough=False)
     assert not glance.has_moved()
     write(data)
     assert glance.has_moved()
@@ -486,7 +487,7 @@ SETTING = contextvars.ContextVar("setting", default=1)
 def test_a_glance_sees_what_is_not_kept(kind):
     make, write = TOO_LONG_OR_NO_PLACE[kind]
     data = SimpleNamespace(held=make())
-    glance = _glance_at({"data set": data})
+    glance = Portrait({"data set": data}, thorough=False)
     assert not glance.has_moved()
     write(data)
     assert glance.has_moved()

@@ -17,7 +17,7 @@ from egeria_cache.batch import Axis
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
-from egeria_cache.samples.generators import preserved, seed_all
+from egeria_cache.samples.generators import GENERATORS, preserved
 from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
 from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.source import LoaderSource
@@ -283,7 +283,8 @@ def expected(kind, first, epoch=0):
     values = []
     with preserved():
         for index in range(24):
-            seed_all(sample_seed(7, index, epoch))
+            for generator in GENERATORS.values():
+                generator.seed(sample_seed(7, index, epoch))
             values.append((float(index), DRAWS[kind]() if index >= first else -1.0))
     return values
 
@@ -309,7 +310,8 @@ def test_what_a_sample_draws_is_its_own_wherever_drawing_begins(kind, first, wor
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_normal_deviate):
     def drawn(use):
-        seed_all(3)
+        for generator in GENERATORS.values():
+            generator.seed(3)
         if keeps_a_normal_deviate:
             np.random.randn()
         use()

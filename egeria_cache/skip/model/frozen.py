@@ -35,9 +35,8 @@ log = logging.getLogger("egeria.modes")
 class _HeldTrain:
     """Stands in for one module's `train`; shared by all that hold this module."""
 
-    def __init__(self, module: nn.Module, *, with_children: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.with_children = with_children
         self.wanted = module.training
         self.num_holders = 0
         self.keeps_flag = False
@@ -50,8 +49,7 @@ class _HeldTrain:
         self.module.training = mode and self.keeps_flag
         for child in self.module.children():
             # A child that joined after the freeze has no holder of its own.
-            joined = self.with_children and _held(child) is None
-            child.train(False if joined else mode)
+            child.train(mode and _held(child) is not None)
         return self.module
 
     def let_go(self) -> None:
@@ -109,20 +107,15 @@ class FrozenPrefix:
         self._around: dict[int, AroundForward] = {}
         self.extend(modules)
 
-    def extend(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
-        """Hold further modules; those held already are put back into inference mode.
-
-        Args:
-            modules: What to hold.
-            recurse: Hold all that is below them, too. False is for a module of which only the own
-                code belongs to the prefix: an encoder that applies dropout to its embeddings.
+    def extend(self, modules: Iterable[nn.Module]) -> None:
+        """Hold further modules, with all that is below them; those held already are put back into
+        inference mode.
         """
         for root in modules:
-            for module in root.modules() if recurse else (root,):
+            for module in root.modules():
                 if id(module) in self._modules:
                     continue
-                held = _held(module) or _HeldTrain(module, with_children=recurse)
-                held.with_children |= recurse
+                held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1
                 if isinstance(module, nn.TransformerEncoderLayer):
                     held.keeps_flag = _leads_others(module, self._model)
