@@ -193,12 +193,13 @@ class Portrait(Snapshot):
         elif not self._keeps and not isinstance(place, Named | Sketch):
             return []
         found = super()._keep(place)
-        seen = self._kept[-1]
         if not self._keeps:
             self.places.pop(), self._kept.pop()
         if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
-            if is_pickled and seen is not None:
-                self._note(place.path, repr(seen[0]))
+            if is_pickled:
+                parts = enumerate(state_of(place.where))
+                both = ((f"{place.path}.<{i}>", part) for i, part in parts)
+                return [(at, part) for at, part in both if not self._is_noted(at, part)]
             return [(at, part) for at, part in found if type(part) not in ATOMS]
         if isinstance(place, Attributes) and is_vouched:
             tops = (f"{place.path}.indices", *(f"{place.path}.{name}" for name in _OWN))
