@@ -141,7 +141,7 @@ MUTATIONS = {
         file="egeria_cache/skip/prove/independence.py",
         old="    suspects: list[Recomputed] = []\n",
         new="    return\n    suspects: list[Recomputed] = []\n",
-        caught_by="tests/skip/test_independence.py",
+        caught_by="tests/hostile/test_proof.py",
     ),
     "float64 tells of a few rows alone": Mutation(
         file="egeria_cache/skip/prove/independence.py",

@@ -58,8 +58,17 @@ STATISTICS = {
     "histogram": lambda h: h + torch.histc(h, 4, -1, 1).argmax(),
     "batch norm by function": lambda h: F.batch_norm(h, None, None, training=True),
     "ghost batches": lambda h: torch.cat([part - part.mean(0) for part in h.split(4)]),
+    "maximum by channel": lambda h: h - h.amax(0),
+    "quantile": lambda h: h - h.mean(1).quantile(0.5),
+    "parity": lambda h: h * (1 + len(h) % 2),
+    "sorted": lambda h: h.sort(0).values,
+    "cumulative sum": lambda h: h.cumsum(0),
+    "rank": lambda h: h + h.sum(1).argsort()[:, None],
+    "winner": lambda h: h + (h.sum(1) == h.sum(1).max())[:, None],
+    "share": lambda h: h * (h > 0).float().mean(),
+    "norm": lambda h: h / h.norm(),
+    "duplicates": lambda h: h * len(torch.unique(h, dim=0)),
 }
-"""More of them, in first batches of any size: `skip/test_independence.py`."""
 
 
 def alike():
@@ -79,6 +88,8 @@ BATCHES = {
         lambda: rows(20), {"shuffle": True}, ("maximum", "number of rows", "first row"),
     ),
     "all alike": (alike, {}, ("maximum", "mean", "position in the batch")),
+    "of two": (rows, {"batch_size": 2}, ("maximum", "mean", "rank", "duplicates", "first row")),
+    "of three": (rows, {"batch_size": 3}, ("quantile", "parity", "winner", "cumulative sum")),
 }  # fmt: skip
 TAKEN = {
     f"{kind}, {batches}": (STATISTICS[kind], make, options)

@@ -14,7 +14,6 @@ from tests.helpers.skip_harness import Harness, freeze
 G = torch.Generator().manual_seed(1)
 DATA = {
     "x": torch.randn(24, 4, 6, generator=G),
-    "n": torch.randint(1, 4, (24, 4), generator=G),
     "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
 }
 
@@ -61,48 +60,6 @@ def run(model, sizes=(8, 8), call=call):
     return harness
 
 
-def mixing(name):
-    def absmax(h):
-        scale = h.abs().max() / 7
-        return (h / scale).round() * scale
-
-    return {
-        "mean": lambda h: h - h.mean(0),
-        "maximum": lambda h: h - h.amax(0),
-        "maximum of all": lambda h: h / h.abs().max(),
-        "fake quantisation": absmax,
-        "quantile": lambda h: h - h.flatten(1).mean(1).quantile(0.5),
-        "count": lambda h: h * len(h),
-        "parity": lambda h: h * (1 + len(h) % 2),
-        "sort": lambda h: h.sort(0).values,
-        "cumulative sum": lambda h: h.cumsum(0),
-        "rank": lambda h: h + h.flatten(1).sum(1).argsort()[:, None, None],
-        "first row": lambda h: h + h[:1] * 0.01,
-        "last row": lambda h: h + h[-1:] * 0.01,
-        "winner": lambda h: h + (h.flatten(1).sum(1) == h.flatten(1).sum(1).max())[:, None, None],
-        "neighbours": lambda h: h + h.roll(1, 0) * 0.01,
-        "share": lambda h: h * (h > 0).float().mean(),
-        "norm": lambda h: h / h.norm(),
-        "duplicates": lambda h: h * len(torch.unique(h.flatten(1), dim=0)),
-    }[name]
-
-
-KINDS = ["mean", "maximum", "maximum of all", "fake quantisation", "quantile", "count", "parity",
-         "sort", "cumulative sum", "rank", "first row", "last row", "winner", "neighbours", "share",
-         "norm", "duplicates"]  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_statistic_of_the_batch_is_seen_in_a_first_batch_of_any_size(kind, size):
-    torch.manual_seed(0)
-    model = Base()
-    model.early.mix = mixing(kind)
-    harness = run(model, (size, size))
-    assert len(harness.host.refusals) == 1
-    assert harness.host.stored == {}
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_a_function_of_the_sample_is_cut_by_a_first_batch_of_any_size(size):
     torch.manual_seed(0)
@@ -111,67 +68,6 @@ def test_a_function_of_the_sample_is_cut_by_a_first_batch_of_any_size(size):
     harness = run(model, (size, size))
     assert harness.host.refusals == []
     assert harness.engine.cut is not None
-
-
-class Tokens(Base):
-    def __init__(self):
-        super().__init__()
-        self.early = nn.Embedding(5, 6)
-
-    def forward(self, n):
-        h = self.early(n) + n.amax().float()
-        return self.head(torch.tanh(self.middle(h)).mean(1))
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_the_largest_token_of_the_batch_is_seen(size):
-    def call(model, batch):
-        return F.cross_entropy(model(batch["n"]), batch["y"])
-
-    torch.manual_seed(0)
-    assert len(run(Tokens(), (size,), call).host.refusals) == 1
-
-
-class Lengths(nn.Module):
-    def __init__(self, plain):
-        super().__init__()
-        self.plain = plain
-
-    def forward(self, x):
-        most = (x[:, 0] > 0).sum(1).max()
-        return int(most) if self.plain else most
-
-
-class Longest(Base):
-    """A "constant" of the batch goes around the boundary."""
-
-    def __init__(self, plain):
-        super().__init__()
-        self.longest = Lengths(plain)
-        self.longest.weight = nn.Parameter(torch.ones(1), requires_grad=False)
-
-    def forward(self, x):
-        most = self.longest(x)
-        return super().forward(x) * most
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["tensor", "number"])
-def test_a_constant_that_is_none_is_seen(plain):
-    torch.manual_seed(0)
-    assert len(run(Longest(plain)).host.refusals) == 1
-
-
-def test_a_small_statistic_beside_one_huge_feature_is_seen():
-    class Huge(Base):
-        def forward(self, x):
-            h = self.early(x) + 1e-2 * x.mean(0)
-            return self.head(torch.tanh(self.middle(h)).mean(1))
-
-    torch.manual_seed(0)
-    model = Huge()
-    with torch.no_grad():
-        model.middle.bias[0] = 1e6
-    assert "mixes" in str(run(model).host.refusals[0])
 
 
 def test_rounding_in_a_small_channel_is_not_taken_for_a_dependence():
@@ -184,9 +80,6 @@ def test_rounding_in_a_small_channel_is_not_taken_for_a_dependence():
     # Cancels to what rounding leaves.
     model.early.mix = lambda h: (h + 1e4) - 1e4
     assert run(model).host.refusals == []
-
-
-# ---- writes that move no version counter ------------------------------------------------------
 
 
 # ---- a prefix that counts ---------------------------------------------------------------------
