@@ -12,29 +12,8 @@ from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_core import BoundaryMoved, FreezeController, History, StaticPolicy
-from tests.helpers.core_nets import ResNet, batch
+from tests.helpers.core_nets import ResNet, batch, train
 from tests.helpers.steps import take_step
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    controller: FreezeController | None,
-    steps: range,
-    lr: dict[int, float] | None = None,
-) -> list[float]:
-    losses = []
-    for step in steps:
-        if lr and step in lr:
-            for group in optimizer.param_groups:
-                group["lr"] = lr[step]
-        model.train()
-        x, y = batch(step)
-        loss = take_step(F.cross_entropy(model(x), y), optimizer)
-        if controller is not None:
-            controller.step(loss)
-        losses.append(loss.item())
-    return losses
 
 
 def make(**options: Any) -> tuple[ResNet, torch.optim.Optimizer, FreezeController]:
@@ -204,12 +183,7 @@ def run(**options: Any) -> FreezeController:
     options = {"evaluate_every": 1, "window": 3, "tolerance": 1e6, "bootstrap": None} | options
     options |= {"evaluator": "inline", "reference": "fp32"}
     with FreezeController(model, optimizer, **options) as controller:
-        for step in range(30):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.1 if step < 20 else 0.01
-            x, y = batch(step)
-            loss = take_step(F.cross_entropy(model(x), y), optimizer)
-            controller.step(loss)
+        train(model, optimizer, controller, range(30), lr={20: 0.01})
     return controller
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,8 +18,7 @@ from egeria_core.policies import HarmEstimate, Measure, Movement, Reading
 from egeria_core.policies.harm import fit_line
 from egeria_core.savings.savings import BACKWARD_SHARE, saved_parts
 from egeria_core.watch.forward import ForwardTrace, LayerMap
-from tests.helpers.core_nets import ResNet, batch, mlp
-from tests.helpers.steps import take_step
+from tests.helpers.core_nets import ResNet, mlp, train
 
 
 def test_the_count_is_that_of_the_products() -> None:
@@ -96,10 +94,7 @@ def run(policy: Policy, steps: int = 20, **options: Any) -> FreezeController:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     settings = {"total_steps": 20, "move_cost": 3.0, "layers": r"layer\d\.\d|fc"} | options
     controller = FreezeController(model, optimizer, policy=policy, **settings)
-    for step in range(steps):
-        x, y = batch(step, 8)
-        loss = take_step(F.cross_entropy(model(x), y), optimizer)
-        controller.step(loss)
+    train(model, optimizer, controller, range(steps))
     controller.close()
     return controller
 

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from egeria_core import FreezeController
+from tests.helpers.steps import take_step
+
 
 class Block(nn.Module):
     """Basic residual block."""
@@ -222,3 +225,25 @@ def family_batch(kind: str, step: int, size: int = 8) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
         return torch.randint(0, 40, (size, 8), generator=generator), y
     return x, y
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    controller: FreezeController | None,
+    steps: range,
+    lr: dict[int, float] | None = None,
+) -> list[float]:
+    """Train on images; `lr` maps a step to the rate from there on."""
+    losses = []
+    for step in steps:
+        if lr and step in lr:
+            for group in optimizer.param_groups:
+                group["lr"] = lr[step]
+        model.train()
+        x, y = batch(step)
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
+        if controller is not None:
+            controller.step(loss)
+        losses.append(loss.item())
+    return losses

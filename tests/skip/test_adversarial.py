@@ -1,7 +1,9 @@
-"""Models made to be skipped wrongly: each gives the plain numbers, or is refused by name."""
+"""Models made to be skipped wrongly: each gives the plain numbers, or is refused by name.
+
+Those that are no function of the sample: `hostile/test_proof.py`.
+"""
 
 import dataclasses
-import random
 
 import pytest
 import torch
@@ -39,44 +41,6 @@ def refused(cls, *words):
 
 def plain(m, x):
     return m.middle(m.early(x))
-
-
-# ---- the prefix is not a function of the sample -----------------------------------------------
-
-
-def mixed(m, x):
-    flat = (h := m.early(x)).flatten(1)
-    return m.finish(m.middle(((flat @ flat.T).softmax(1) @ flat).view_as(h)))
-
-
-def noisy(m, x):
-    return m.finish(m.middle((h := m.early(x)) + torch.randn_like(h)))
-
-
-def recurrent(m, x):
-    h = m.early(x) + getattr(m, "hidden", 0.0)
-    m.hidden = h.mean().detach()
-    return m.finish(m.middle(h))
-
-
-def counting(m, x):
-    m.num_calls = getattr(m, "num_calls", 0) + 1
-    return m.finish(m.middle(m.early(x) / m.num_calls))
-
-
-NO_FUNCTION = {
-    "in-batch attention": mixed,
-    "noise": noisy,
-    "noise of Python's": lambda m, x: m.finish(m.middle(m.early(x) * random.random())),
-    "recurrent": recurrent,
-    "a count": counting,
-    "a branch": lambda m, x: m.finish(m.middle(m.early(x) * (-1 if x.mean() > 0 else 1))),
-}
-
-
-@pytest.mark.parametrize("forward", NO_FUNCTION.values(), ids=NO_FUNCTION)
-def test_a_prefix_that_is_no_function_of_the_sample_is_refused(forward):
-    refused(of(forward), "middle")
 
 
 def test_samples_may_mix_after_the_boundary():
