@@ -94,6 +94,8 @@ class Portrait(Snapshot):
         self._keeps = not thorough
         self._vouched: set[int] = set()
         """Data sets that say themselves what they are."""
+        self._made_anew: set[int] = set()
+        """What pickling has made, and what that holds: it has no identity."""
         settings = getattr(os.environ, "_data", {})
         places = Items("the environment", settings), Items("", roots)
         super().__init__(places=places, reach=_ALL)
@@ -175,6 +177,8 @@ class Portrait(Snapshot):
             below += super()._look(path, value)
         is_within = isinstance(value, FunctionType | MethodType) or (within and not is_set)
         self._within_reach.setdefault(id(type(value)), is_within)
+        if id(value) in self._made_anew:
+            self._made_anew.update(id(part) for _, part in below)
         for at, part in below:
             self._within_reach.setdefault(id(part), is_within)
             yield at, part
@@ -197,9 +201,11 @@ class Portrait(Snapshot):
             self.places.pop(), self._kept.pop()
         if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
             if is_pickled:
-                parts = enumerate(state_of(place.where))
-                both = ((f"{place.path}.<{i}>", part) for i, part in parts)
-                return [(at, part) for at, part in both if not self._is_noted(at, part)]
+                parts = state_of(place.where)
+                made = zip(parts, state_of(place.where), strict=True)
+                self._made_anew.update(id(part) for part, again in made if part is not again)
+                named = ((f"{place.path}.<{i}>", part) for i, part in enumerate(parts))
+                return [(at, part) for at, part in named if not self._is_noted(at, part)]
             return [(at, part) for at, part in found if type(part) not in ATOMS]
         if isinstance(place, Attributes) and is_vouched:
             tops = (f"{place.path}.indices", *(f"{place.path}.{name}" for name in _OWN))
@@ -257,7 +263,7 @@ class Portrait(Snapshot):
         elif self._is_brief(value):
             length, items = Sketch(path, value).read(value) or (0, [])
             kept = [one if type(one) in content.PLAIN else id(one) for one in items]
-            self._note(path, f"{id(value)} {length} {kept}")
+            self._note(path, f"{length} {kept}")
             return True
         elif (found := content.plain_print(value)) is not None:
             self._note(path, found)
@@ -293,8 +299,10 @@ class Portrait(Snapshot):
                 self._note(path, value.initial_seed())
             elif isinstance(value, GENERATORS):
                 self._note(path, digest(Generator("", value).read(value)))
+            elif self._is_thorough or id(value) in self._made_anew:
+                self._note(path, digest(state_of(value)))
             else:
-                self._note(path, digest(state_of(value)) if self._is_thorough else str(id(value)))
+                self._note(path, str(id(value)))
 
 
 def _is_fixed(value: Any) -> bool:

@@ -502,3 +502,26 @@ def test_an_item_of_a_long_list_that_is_replaced_in_mid_pass_is_noticed(monkeypa
     monkeypatch.setattr(fingerprint, "_next_full", float("inf"))  # a glance decides
     TOO_LONG_OR_NO_PLACE["list"][1](SimpleNamespace(held=data.labels))
     assert fingerprint.changed(midway=True) == "data set.labels"
+
+
+def test_a_cell_of_a_table_counts_and_what_a_table_works_out_does_not():
+    pandas = pytest.importorskip("pandas")
+
+    def table(number=1, text="b"):
+        return pandas.DataFrame({"n": [0, number], "t": ["a", text], "x": [0.5, 1.5]})
+
+    one = Rare(table())
+    assert len({print_of(Rare(table(*cell))) for cell in ((), (2,), (1, "c"))}) == 3
+    before = Portrait({"data set": one})
+    assert one.decides.n.sum() == 1  # a column is kept from then on
+    assert not before.differences(Portrait({"data set": one}), set())
+
+
+def test_one_object_in_the_place_of_another_is_seen():
+    one, other = Scale(1), Scale(1)
+    data = SimpleNamespace(all=[one, other], first=one, number=functools.lru_cache(len))
+    before = Portrait({"data set": data}, thorough=False)
+    assert not before.differences(Portrait({"data set": data}, thorough=False), set())
+    data.first = other
+    after = Portrait({"data set": data}, thorough=False)
+    assert before.differences(after, set())
