@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import defaultdict
 
 import pytest
 import torch
@@ -78,6 +79,44 @@ def test_a_setting_that_changes_is_obeyed(run, part, place):
             write(owner.setting, 2.0)
 
     changed(run, change, tuned(part, make(1.0), read))
+
+
+def worked_out(model):
+    if not hasattr(model, "setting"):
+        model.setting = 1.0
+    return model.setting
+
+
+READ = {
+    "by vars": lambda model: vars(model)["given"],
+    "from its dict": lambda model: sum(v for k, v in model.__dict__.items() if k == "given"),
+    "as its first call works it out": worked_out,
+    "from a table that fills itself": lambda model: model.table["setting"],
+}
+
+
+@hostile(over=READ)
+def test_a_setting_of_the_model_is_obeyed_however_it_is_read(run, read):
+    front = lambda model, x: Net.front(model, x * read(model))  # noqa: E731
+    model = net(front=front, given=1.0, table=defaultdict(lambda: 1.0))
+
+    def change(model):
+        model.given = model.table["setting"] = model.setting = 2.0
+
+    changed(run, change, model)
+
+
+NOTES = {
+    "a size": lambda model, x: setattr(model, "noted", len(x)) or model.noted / len(x),
+    "a shape": lambda model, x: setattr(model, "noted", x.shape) or model.noted[1] / 6,
+    "tables by size": lambda model, x: model.table.setdefault(len(x), torch.ones(len(x), 1)),
+}
+
+
+@hostile(over=NOTES, silent=True)
+def test_what_the_model_notes_of_each_batch_is_no_change(run, note):
+    front = lambda model, x: Net.front(model, x * note(model, x))  # noqa: E731
+    trained(run, model=net(front=front, noted=None, table={}), batch_size=7, epochs=4)
 
 
 @hostile(over=HELD | ELSEWHERE, cases=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.pystate import attributes_of, is_compiled, is_settings, own_dict
+from egeria_cache.pystate import (
+    attributes_of,
+    is_compiled,
+    is_library,
+    is_settings,
+    own_dict,
+)
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
@@ -91,9 +98,11 @@ def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tupl
     """
     moving = {(id(module), key) for module, key in plan.moving}
     own = {id(module): own_dict(module) or {} for module in plan.ancestors}
+    whole = {owner for owner, key in names if key == "__dict__"}
+    found = names | {(owner, key) for owner in whole for key in own[owner]}
     return frozenset(
         (owner, key)
-        for owner, key in names - moving
+        for owner, key in found - moving
         if key not in _OF_EVERY_MODULE
         and not hasattr(nn.Module, key)
         and not isinstance(own[owner].get(key), ForwardSlot)
@@ -134,7 +143,8 @@ def _noting(copies: Iterable[tuple[int, Any]], names: set[tuple[int, str]]) -> I
 
 def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     def note(self: Any, name: str) -> Any:
-        names.add((owner, name))
+        if name != "__dict__" or not is_library(sys._getframe(1).f_globals["__name__"]):
+            names.add((owner, name))
         return cls.__getattribute__(self, name)
 
     return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})

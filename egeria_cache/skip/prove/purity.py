@@ -8,6 +8,7 @@ list) would stand still on hits, and what is left behind by a run would be that 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -35,8 +36,8 @@ class Repeats:
         before = self._held()
         self.first = recompute(traced, copied=copied)
         settled = self._held()
-        self.moving = [pair for pair, _ in self._changes(before)]
-        own = ((vars(copied.of(module)), key) for module, key in self.moving
+        begun = [pair for pair, _ in self._changes(before)]
+        own = ((vars(copied.of(module)), key) for module, key in begun
                if copied.of(module) is not module)  # fmt: skip
         self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
         once = self.kept.now()
@@ -47,6 +48,9 @@ class Repeats:
         settled = self._held()
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
         self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
+        later = chain(self._counting, self._changes(settled))
+        self.moving = list(dict.fromkeys(pair for pair, _ in later))
+        """What calls after the first move; what that one has left is a memo."""
         traced.common = copied
 
     def check(self, plan: ReplayPlan) -> None:

@@ -126,6 +126,8 @@ class _Layout:
             self.looks.append((where, _array_look(value)))
         elif outside_state(value) is not None:
             self.looks.append((where, partial(outside_state, value)))
+        elif isinstance(value, MappingProxyType):
+            self.looks.append((where, partial(dict, value)))
         elif isinstance(value, dict | list | tuple | set | deque):
             if not isinstance(value, tuple):
                 self.live.append((where, value))
