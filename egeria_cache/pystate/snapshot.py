@@ -226,11 +226,10 @@ class Snapshot:
 
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""
-        return any(
-            not _same(place.look(place.where), kept)
-            for place, kept in zip(self.places, self._kept, strict=True)
-            if names or not place.has_names
-        )
+        for place, kept in zip(self.places, self._kept, strict=True):
+            if (names or not place.has_names) and not _same(place.look(place.where), kept):
+                return True
+        return False
 
     def now(self) -> list[Any]:
         """Return what they are like by now."""
@@ -399,10 +398,10 @@ def _same(now: Any, kept: Any) -> bool:
     """Whether something is as it was: holds the same objects, or the same bytes."""
     if now is kept or type(now) is not type(kept):
         return now is kept
-    if isinstance(now, dict):
-        return _same([*now, *now.values()], [*kept, *kept.values()])
-    if isinstance(now, list):
-        return len(now) == len(kept) and all(map(is_, now, kept))
+    if isinstance(now, dict | list):
+        if len(now) != len(kept) or not all(map(is_, now, kept)):
+            return False
+        return isinstance(now, list) or all(map(is_, now.values(), kept.values()))
     if isinstance(now, Tensor):
         same = now.shape == kept.shape and torch.equal(now, kept)
         if same or now.shape != kept.shape or not now.is_floating_point():
