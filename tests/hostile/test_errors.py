@@ -473,7 +473,7 @@ def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
     trained(run, model=model)
 
 
-@hostile(served=True)
+@hostile(silent=True)
 def test_a_model_exported_while_it_is_attached(run):
     def each_epoch(model, epoch):
         if epoch == 2:

@@ -92,6 +92,7 @@ READ = {
     "from its dict": lambda model: sum(v for k, v in model.__dict__.items() if k == "given"),
     "as its first call works it out": worked_out,
     "from a table that fills itself": lambda model: model.table["setting"],
+    "through a view of a table": lambda model: model.view["setting"],
 }
 
 
@@ -99,9 +100,11 @@ READ = {
 def test_a_setting_of_the_model_is_obeyed_however_it_is_read(run, read):
     front = lambda model, x: Net.front(model, x * read(model))  # noqa: E731
     model = net(front=front, given=1.0, table=defaultdict(lambda: 1.0))
+    behind = {"setting": 1.0}
+    model.view = types.MappingProxyType(behind)
 
     def change(model):
-        model.given = model.table["setting"] = model.setting = 2.0
+        model.given = model.table["setting"] = model.setting = behind["setting"] = 2.0
 
     changed(run, change, model)
 
