@@ -272,7 +272,11 @@ class Portrait(Snapshot):
             self._note(path, f"{kind_name(type(value))} of {len(value)}")
         elif isinstance(value, MEMORY):
             self._array(path, np.frombuffer(memoryview(value), np.uint8))
-        elif isinstance(value, LEADS) or own_dict(value) is not None or own_attributes(value):
+        elif (
+            isinstance(value, (MethodType, *LEADS))
+            or own_dict(value) is not None
+            or own_attributes(value)
+        ):
             self._note(path, kind_name(type(value)))
         else:
             self._foreign(path, value)
