@@ -331,6 +331,33 @@ FRONTS = {
 }
 
 
+class Glue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.5, self.training)
+        return self.head(nn.functional.dropout(self.stem(x), 0.5, self.training))
+
+
+@pytest.mark.modes
+def test_code_around_the_front_that_draws_is_told_with_the_line_that_holds_it(caplog):
+    plain = nn.Sequential(Glue())
+    model = copy.deepcopy(plain)
+    held = FrozenPrefix([model[0].stem])
+    held.extend_around(model[0].stem, [model[0]])
+    with caplog.at_level(logging.WARNING, "egeria.modes"):
+        assert tell_modes(model, held)
+    (text,) = caplog.messages
+    eval(text.partition("this line here: ")[2], {"egeria_cache": egeria_cache, "model": plain})
+    rows = torch.randn(8, 4)
+    torch.manual_seed(0)
+    ours = model(rows)
+    torch.manual_seed(0)
+    assert torch.equal(ours, plain(rows))
+
+
 @pytest.mark.modes
 @pytest.mark.parametrize(("front", "written"), FRONTS.values(), ids=list(FRONTS))
 def test_the_line_that_is_offered_holds_the_same_modules(front, written, caplog):

@@ -103,7 +103,8 @@ class FrozenPrefix:
     ) -> None:
         self._model = model
         self._modules: dict[int, nn.Module] = {}
-        self._boundary: nn.Module | None = None
+        self.boundary: nn.Module | None = None
+        """Until which `around` are held."""
         self._around: dict[int, AroundForward] = {}
         self.extend(modules)
 
@@ -147,9 +148,9 @@ class FrozenPrefix:
         Returns:
             Whether one was not held before.
         """
-        if boundary is not self._boundary:
+        if boundary is not self.boundary:
             self._let_go_around()
-            self._boundary = boundary
+            self.boundary = boundary
         before = len(self._around)
         for module in modules:
             if id(module) not in self._around:
@@ -158,10 +159,15 @@ class FrozenPrefix:
                     self._around[id(module)] = around
         return len(self._around) > before
 
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules whose own code is held until `boundary` returns."""
+        return [around.module for around in self._around.values()]
+
     def _let_go_around(self) -> None:
         for around in self._around.values():
-            around.let_go(self._boundary)
-        self._around, self._boundary = {}, None
+            around.let_go(self.boundary)
+        self._around, self.boundary = {}, None
 
     def release(self) -> None:
         """Let every module go; may be called twice."""
@@ -271,9 +277,21 @@ def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
     Returns:
         Whether there was something to say.
     """
+    names = {id(module): name for name, module in model.named_modules()}
+    around = [module for module in held.around if module.training and id(module) in names]
+    if around:
+        boundary = names.get(id(held.boundary), "")
+        log.warning(
+            "the code of %s draws random numbers in training mode before %r returns; until then "
+            "it is in inference mode from now on. A run without a cache trains the same if it has "
+            "this line here: egeria_cache.FrozenPrefix().extend_around(model.get_submodule(%r), "
+            "map(model.get_submodule, %s))",
+            ", ".join(type(module).__name__ for module in around), boundary, boundary,
+            [names[id(module)] for module in around],
+        )  # fmt: skip
     changed = {id(m): type(m).__name__ for m in held if mode_asked_for(m) and _differs(m)}
     if not changed:
-        return False
+        return bool(around)
     tops, covered = list[str](), set[int]()
     for name, module in model.named_modules():  # what holds others comes first
         below = {id(inner) for inner in module.modules()}
