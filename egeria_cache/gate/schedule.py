@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_PROOF_FORWARDS = {False: 8, True: 20}
+_PROOF_FORWARDS = {False: 8, True: 16}
 _PROOF_S = 0.1
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
 beside them: 9 of a ResNet-32, 8 of a ViT, 8 of a ResNet-50, where float64 has to decide what is
-rounding; 20 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
+rounding; 17 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
 _HIT_S = {False: 1e-3, True: 3e-3}
 """What a served step costs beside what is computed in it, for samples of one length
 (benchmarks.small_step) and padded ones (benchmarks.short)."""

@@ -26,8 +26,8 @@ def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, is_stored=False)
     [
         (timed(8, 0.020, 0.030), False, False),  # 16 hits save 0.30 s, and a proof takes 0.34
         (timed(9, 0.020, 0.030), False, True),
-        (timed(20, 0.020, 0.030), True, False),
-        (timed(20, 0.020, 0.030, is_stored=True), True, True),  # this epoch may be of hits, too
+        (timed(17, 0.020, 0.030), True, False),
+        (timed(17, 0.020, 0.030, is_stored=True), True, True),  # this epoch may be of hits, too
         (timed(63, 0.020, 0.030), True, True),
         (timed(8, 0.020, 0.030, epoch=12), False, True),  # who ran so long goes on
         (timed(17, 0.001, 0.030, load_s=0.05), False, True),  # samples that are slow to load
