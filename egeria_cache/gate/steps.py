@@ -89,8 +89,14 @@ class StepTimer:
 
     @property
     def saved_s(self) -> float:
-        """What all steps would have taken if they had been computed, less what they took."""
-        return self._computed_s * self._num_samples - self._spent_s
+        """What all steps would have taken if they had been computed, less what they took.
+
+        A quarter of the computed steps took less than what is credited for one: their median is
+        7 % above the steps of a run without a cache (benchmarks.short).
+        """
+        computed = [sorted(self._recent[kind]) for kind in _COMPUTED if kind in self._recent]
+        credited_s = min((times[len(times) // 4] for times in computed), default=0.0)
+        return credited_s * self._num_samples - self._spent_s
 
     @property
     def is_due(self) -> bool:
