@@ -14,8 +14,9 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
 from egeria_cache.skip.model.attach import CallError, inner_model, module_named, ordinary_arguments
-from egeria_cache.skip.model.frozen import FrozenPrefix
-from egeria_cache.skip.prove.cut_points import Candidate, candidates
+from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
+from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
+from egeria_cache.skip.prove.cut_points import Candidate, blocks, candidates, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
@@ -32,11 +33,17 @@ __all__ = [
     "SkipEngine",
     "SkipHost",
     "Step",
+    "blocks",
     "candidates",
+    "differs_in_training",
+    "groups_of",
+    "holds_stage",
     "inner_model",
+    "is_sharded",
     "leaves_behind",
     "module_named",
     "ordinary_arguments",
     "same_rows",
+    "states_in",
     "what_code_keeps",
 ]

@@ -1,15 +1,15 @@
 """Ranks: one decision on all of them, and models that lie on several.
 
 `ranks` shares verdicts and has a DistributedDataParallel follow a freeze; `sharded` lets layers
-that `fully_shard` cut be seen whole, and is the only place that names FSDP2's parts; `peers` says
+that `fully_shard` cut be seen whole; `peers` says
 that a rank has ended. Owns nothing.
 """
 
+from egeria_cache.skip import is_sharded
 from egeria_core.ranks.peers import all_there
 from egeria_core.ranks.ranks import Ranks, rebuild, unwrap
 from egeria_core.ranks.sharded import (
     global_sums,
-    is_sharded,
     local_part,
     plain_structure,
     to_shards,

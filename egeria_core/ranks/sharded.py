@@ -1,8 +1,8 @@
 """Models that `fully_shard` cuts over ranks, as the controller has to see them.
 
 A layer that is measured or copied has to be whole, and without what FSDP2 hangs on it; what is
-frozen has to be frozen on the DTensors that the optimizer has. The only place of this package that
-names FSDP2's parts.
+frozen has to be frozen on the DTensors that the optimizer has. A unit's own parts are named in
+`egeria_cache/skip/model/fsdp.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from egeria_cache.skip import groups_of, is_sharded, states_in
+
 _STATE_DICT_HOOKS = (
     "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is a DTensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def _units(model: nn.Module) -> list[Any]:
@@ -60,10 +56,8 @@ def unsharded_names(model: nn.Module) -> dict[int, str]:
     """
     names = {id(p): name for name, p in model.named_parameters()}
     found = {}
-    for unit in _units(model):
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for one in (one for group in groups if group is not None for one in group.fsdp_params):
+    for group in (group for state in states_in(model) for group in groups_of(state)):
+        for one in group.fsdp_params:
             name, there = names.get(id(one.sharded_param)), getattr(one, "_unsharded_param", None)
             if name is not None and there is not None:
                 found[id(there)] = name

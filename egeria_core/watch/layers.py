@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
+from egeria_cache.skip import blocks, differs_in_training, holds_stage
 from egeria_core.errors import LayerError
 
 DEFAULT_NUM_LAYERS = 7
@@ -85,7 +85,8 @@ def find_layers(
         units = _matching_units(model, pattern)
     else:
         too_big = 2 * _size(model) / num_layers
-        units = _count(model, list(_walk(model, "", "", too_big)))
+        names = blocks(model, opens=lambda block: _size(block) > too_big and holds_stage(block))
+        units = _count(model, [(name, name.rpartition(".")[0]) for name in names])
     if order is not None:
         units = sorted((u for u in units if u.name in order), key=lambda u: order[u.name])
     if pattern is not None:
@@ -109,9 +110,7 @@ def find_layers(
 
 def draws(module: nn.Module) -> bool:
     """Whether a module of torch's draws random numbers by itself in training mode."""
-    rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
-    kinds = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-    return isinstance(module, kinds) and rate > 0
+    return differs_in_training(module) and not isinstance(module, _NormBase)
 
 
 def _hand_on(model: nn.Module, layers: list[Layer]) -> list[Layer]:
@@ -125,7 +124,7 @@ def _hand_on(model: nn.Module, layers: list[Layer]) -> list[Layer]:
     for layer in layers[:-1]:
         names, carry = carry + layer.modules, ()
         kept = len(names)
-        while kept and not _has_parameters(model.get_submodule(names[kept - 1])):
+        while kept and not any(True for _ in model.get_submodule(names[kept - 1]).parameters()):
             kept -= 1
         moving = (i for i in range(kept, len(names)) if _is_alive(model.get_submodule(names[i])))
         end = next(moving, len(names))
@@ -136,10 +135,7 @@ def _hand_on(model: nn.Module, layers: list[Layer]) -> list[Layer]:
 
 def _is_alive(module: nn.Module) -> bool:
     """Whether something inside draws, or has statistics that run, in training mode."""
-    return any(
-        draws(inner) or (isinstance(inner, _NormBase) and inner.track_running_stats)
-        for inner in module.modules()
-    )
+    return any(map(differs_in_training, module.modules()))
 
 
 def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
@@ -184,56 +180,8 @@ def _weigh(
     return [replace(unit, cost=cost(unit.name)) for unit in units]
 
 
-def _walk(module: nn.Module, name: str, stage: str, too_big: float) -> Iterator[tuple[str, str]]:
-    """Yield (unit, stage) names: the blocks in the model's lists, and whatever lies between."""
-    listed = _is_list(module)
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if _is_list(child):
-            yield from _walk(child, path, path, too_big)
-        elif listed and not (_size(child) > too_big and _holds_blocks(child)):
-            yield path, stage
-        elif _holds_list(child):
-            yield from _walk(child, path, path, too_big)
-        else:
-            yield path, stage
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Sequential, nn.ModuleList))
-
-
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _holds_list(module: nn.Module) -> bool:
-    """Whether a list with two or more trainable children lies anywhere inside."""
-    return any(
-        _is_list(inner) and sum(map(_has_parameters, inner.children())) >= 2
-        for inner in module.modules()
-    )
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Whether it is a stage: it lists two or more composite children of one class.
-
-    A block whose shortcut is `Sequential(conv, norm)` is none; it must not be cut open.
-    """
-    for inner in module.modules():
-        if _is_list(inner):
-            kinds = [
-                type(child)
-                for child in inner.children()
-                if not _is_list(child) and any(True for _ in child.children())
-            ]
-            if any(kinds.count(kind) >= 2 for kind in kinds):
-                return True
-    return False
 
 
 def _balance(units: Sequence[_Unit], num_layers: int, light: float) -> list[Layer]:

@@ -289,7 +289,8 @@ def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
             ", ".join(type(module).__name__ for module in around), boundary, boundary,
             [names[id(module)] for module in around],
         )  # fmt: skip
-    changed = {id(m): type(m).__name__ for m in held if mode_asked_for(m) and _differs(m)}
+    asked = (module for module in held if mode_asked_for(module))
+    changed = {id(m): type(m).__name__ for m in asked if differs_in_training(m)}
     if not changed:
         return bool(around)
     tops, covered = list[str](), set[int]()
@@ -308,7 +309,7 @@ def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
     return True
 
 
-def _differs(module: nn.Module) -> bool:
+def differs_in_training(module: nn.Module) -> bool:
     """Whether a module itself does something else in training mode."""
     if isinstance(module, _NormBase):
         return module.track_running_stats

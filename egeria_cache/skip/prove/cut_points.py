@@ -49,7 +49,7 @@ def candidates(
         run()
     called = {names[id(call.module)]: i for i, call in enumerate(recorder.calls) if call.end >= 0}
     if pattern is None:
-        wanted = set(_blocks(model))
+        wanted = set(blocks(model))
     else:
         try:
             wanted = {name for name in called if re.fullmatch(pattern, name)}
@@ -111,9 +111,9 @@ def frozen_cut_points(
         if all(id(leaf) in made_here for leaf in leaves_behind(outputs[i])):
             frozen.append(i)
     frozen.sort(key=lambda i: recorder.calls[i].end)
-    blocks = set(_blocks(model))
+    known = set(blocks(model))
     modules = [call.module for call in recorder.calls]
-    chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in blocks], modules)
+    chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in known], modules)
     return list(dict.fromkeys(names[id(modules[i])] for i in reversed(chosen or frozen)))
 
 
@@ -161,32 +161,7 @@ def _changes_in_training(module: nn.Module) -> bool:
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the members of the model's lists, and of what lies between the lists."""
-    listed = _is_list(module)
-    for name, child in module.named_children():
-        path = prefix + name
-        opened = _is_list(child) or (_holds_stage(child) if listed else _holds_list(child))
-        if opened:
-            yield from _blocks(child, path + ".")
-        else:
-            yield path
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential | nn.ModuleList)
-
-
-def _holds_list(module: nn.Module) -> bool:
-    """Whether a list of two or more members with parameters lies anywhere inside."""
-    return any(
-        sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
-        for inner in module.modules()
-        if _is_list(inner)
-    )
-
-
-def _holds_stage(module: nn.Module) -> bool:
+def holds_stage(module: nn.Module) -> bool:
     """Whether a list inside has two or more composite members of one class.
 
     A block whose shortcut is `Sequential(conv, norm)` has none, and stays whole.
@@ -200,3 +175,34 @@ def _holds_stage(module: nn.Module) -> bool:
         if len(kinds) > len(set(kinds)):
             return True
     return False
+
+
+def blocks(
+    module: nn.Module, prefix: str = "", *, opens: Callable[[nn.Module], bool] = holds_stage
+) -> Iterator[str]:
+    """Yield the names of the members of a model's lists, and of what lies between the lists.
+
+    Args:
+        module: The model.
+        prefix: What its names begin with.
+        opens: Whether a member of a list is a stage, whose own members are meant.
+    """
+    listed = _is_list(module)
+    for name, child in module.named_children():
+        if _is_list(child) or (opens(child) if listed else _holds_list(child)):
+            yield from blocks(child, f"{prefix}{name}.", opens=opens)
+        else:
+            yield prefix + name
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether a list of two or more members with parameters lies anywhere inside."""
+    return any(
+        sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
+        for inner in module.modules()
+        if _is_list(inner)
+    )
