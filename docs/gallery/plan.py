@@ -1,7 +1,7 @@
 # %% [markdown]
 # # What would it bring me?
 #
-# `cache-inspect plan` measures, before any training, what a cache would hold, save and cost at each
+# `cache-inspect plan` measures, before any training, what a cache would hold and save at each
 # place where your model can be cut. It takes a function that returns the model and one that returns
 # the data.
 
@@ -50,7 +50,7 @@ print(f"recommended: cut at {plan['recommended']}")
 for one in plan["prospects"]:
     print(
         f"cut at {one['boundary']}: {one['step_skipped']:4.0%} of a step saved, "
-        f"{one['stored_bytes'] / 1e3:.1f} kB a sample, even after epoch {one['break_even_epoch']}"
+        f"{one['stored_bytes'] / 1e3:.1f} kB a sample"
     )
 
 # %%

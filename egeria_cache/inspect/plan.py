@@ -1,4 +1,4 @@
-"""`cache-inspect plan`: per boundary, what a cache would hold, save and cost, before training.
+"""`cache-inspect plan`: per boundary, what a cache would hold and save, before training.
 
 The engine itself is asked. At each candidate the model is frozen up to there and a cache is
 attached in a scratch directory; a few batches of the real data are computed, stored and served, and
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import pkgutil
 import statistics
@@ -34,7 +33,6 @@ from egeria_cache.device import default_device, synchronize
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect.words import print_json, table
 from egeria_cache.loader import EgeriaLoader
-from egeria_cache.samples import DEFAULT_REUSE
 from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
 from egeria_cache.tables import size
 
@@ -44,11 +42,6 @@ NUM_SAMPLES = 64
 """To measure with, spread evenly over the data set; at least two batches are taken."""
 MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 60, 2.0
 """The batches are trained on, with and without the cache in turn, for so long at each boundary."""
-GONE = {
-    "--codec": "records are compressed as by default",
-    "--scratch": "TMPDIR says on which disk it is measured",
-}
-"""Options that do nothing any more; they are accepted for one release."""
 
 
 class StepError(ValueError):
@@ -89,7 +82,7 @@ def ordinary_step(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """One boundary. Seconds and bytes are per sample, except for `prove_s`."""
+    """One boundary. Seconds and bytes are per sample."""
 
     boundary: str
     refused: str | None = None
@@ -102,10 +95,6 @@ class Prospect:
     """The same with the cache, from one request for a batch to the next: reading included."""
     step_error: float = 0.0
     """How far `step_skipped` scatters: half the distance between its quartiles."""
-    write_s: float = 0.0
-    """Once a sample is computed anew: capturing, encoding and writing it."""
-    prove_s: float = 0.0
-    """Once: by how much the first batch takes longer."""
 
     @property
     def step_skipped(self) -> float:
@@ -125,46 +114,21 @@ class Forecast:
     num_samples: int
     """Of the whole data set."""
     prospects: tuple[Prospect, ...]
-    reuse: int | None = None
-    """For how many epochs a random draw of a sample is used; None: samples draw nothing."""
 
     def set_bytes(self, one: Prospect) -> float:
         """Bytes on disk of all samples."""
         return one.stored_bytes * self.num_samples
 
-    @property
-    def fresh(self) -> float:
-        """Part of the samples that each epoch after the first draws, computes and writes anew."""
-        return 0.0 if self.reuse is None else 1 / self.reuse
-
-    def later_epochs(self, one: Prospect) -> float:
-        """Time of an epoch after the first over one with the same prefix frozen and no cache."""
-        return 1 - (1 - self.fresh) * one.step_skipped
-
-    def break_even_epoch(self, one: Prospect) -> int | None:
-        """Return the epoch, from 1, at whose end the cache has paid for itself; None: never.
-
-        Proving and writing count in full, as if nothing of them were hidden behind the training.
-        The first epoch computes and writes; the later ones read, except for what they draw anew.
-        """
-        saved_s = (1 - self.fresh) * (one.step_s - one.served_step_s)
-        gain_s = self.num_samples * (saved_s - self.fresh * one.write_s)
-        if one.refused is not None or gain_s <= 0:
-            return None
-        spent_s = one.prove_s + self.num_samples * one.write_s
-        return 1 + max(1, math.ceil(spent_s / gain_s))
-
     def recommended(self) -> Prospect | None:
-        """Return the boundary whose later epochs are shortest; None if no cut pays.
+        """Return the boundary whose hits save most of a step; None if no cut saves any.
 
         Of boundaries that differ by less than they are known, the one that stores least.
         """
-        paying = [one for one in self.prospects if self.break_even_epoch(one) is not None]
-        if not paying:
+        best = max(self.prospects, key=lambda one: one.step_skipped, default=None)
+        if best is None or best.step_skipped <= 0:
             return None
-        best = min(paying, key=self.later_epochs)
-        reach = self.later_epochs(best) + best.step_error
-        alike = [one for one in paying if self.later_epochs(one) <= reach]
+        least = max(0.0, best.step_skipped - best.step_error)
+        alike = [one for one in self.prospects if one.step_skipped > least or one is best]
         return min(alike, key=self.set_bytes)
 
     def as_json(self) -> dict[str, Any]:
@@ -172,13 +136,7 @@ class Forecast:
         best = self.recommended()
         content = asdict(self) | {"recommended": None if best is None else best.boundary}
         content["prospects"] = [
-            {
-                **asdict(one),
-                "step_skipped": one.step_skipped,
-                "later_epochs": self.later_epochs(one),
-                "set_bytes": self.set_bytes(one),
-                "break_even_epoch": self.break_even_epoch(one),
-            }
+            {**asdict(one), "step_skipped": one.step_skipped, "set_bytes": self.set_bytes(one)}
             for one in self.prospects
         ]
         return content
@@ -220,7 +178,6 @@ def forecast(
         batch_size=trial.batch_size,
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
-        reuse=DEFAULT_REUSE if trial.is_random else None,
         prospects=prospects,
     )
 
@@ -241,8 +198,6 @@ class _Trial:
         self.indices = [int(one) for one in np.linspace(0, len(self.dataset) - 1, count)]
         loader = DataLoader(self.dataset, self.batch_size, sampler=self.indices, **self.collate)
         self.batches = [self._moved(batch) for batch in loader]
-        self.is_random = False
-        """Whether samples were seen to draw random numbers."""
         self.model = model.to(device).train()
 
     def _moved(self, batch: Any) -> Any:
@@ -294,11 +249,8 @@ class _Trial:
         )  # fmt: skip
         # A rate of 0: the weights stay, the work is done.
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
-        (_, first_s), *others = self._train(map(self._moved, loader), optimizer)
-        started, stored = time.perf_counter(), sum(step_s for _, step_s in others)
+        self._train(map(self._moved, loader), optimizer)
         cache.flush()
-        flush_s = time.perf_counter() - started
-        self.is_random |= loader.source.is_random
         if cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
         plain: list[float] = []
@@ -308,37 +260,33 @@ class _Trial:
             is_enough = time.perf_counter() - started > ENOUGH_S
             if is_enough and len(plain) >= MIN_ROUNDS * len(self.batches):
                 break
-            plain += map(sum, self._train(self.batches, optimizer))
+            plain += self._train(self.batches, optimizer)
             hits = cache.stats().hits
-            served += map(sum, self._train(map(self._moved, loader), optimizer))
+            served += self._train(map(self._moved, loader), optimizer)
             if cache.stats().hits - hits < len(self.indices):
                 return Prospect(boundary=place.boundary, refused=_why_not(cache, "served"))
         batch_s = statistics.median(plain)
         # Of neighbours in time: what else runs on the machine slows both alike.
         shares = [a / max(b, 1e-12) for a, b in zip(served, plain, strict=True)]
         low, share, high = statistics.quantiles(shares, n=4)
-        stats, captured_s = cache.stats(), max(stored - len(others) * batch_s, 0.0)
+        stats = cache.stats()
         return Prospect(
             boundary=place.boundary,
             stored_bytes=stats.stored_bytes / stats.num_samples,
             step_s=batch_s / self.batch_size,
             served_step_s=batch_s / self.batch_size * share,
             step_error=(high - low) / 2,
-            write_s=(captured_s + flush_s) / len(self.indices),
-            prove_s=max(first_s - batch_s, 0.0),
         )
 
-    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
-        """Return, of each batch, the seconds until it came, and those of its step."""
+    def _train(self, batches: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Return the seconds of each step, from one request for a batch to the next."""
         times, asked = [], self._now()
         for batch in batches:
-            started = self._now()
             self.step(self.model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            now = self._now()
-            times.append((started - asked, now - started))
-            asked = now
+            asked, before = self._now(), asked
+            times.append(asked - before)
         return times
 
     def _now(self) -> float:
@@ -401,8 +349,6 @@ def plan(argv: list[str]) -> int:
     step = ordinary_step if options.step is None else _find("--step", options.step)
     device = _device_of_name(options.device)
     data = _make("--data", options.data)
-    for name in (name for name in GONE if getattr(options, name[2:]) is not None):
-        print(f"cache-inspect plan: {name} does nothing any more: {GONE[name]}", file=sys.stderr)
     found = forecast(
         model, data, batch_size=options.batch_size, step=step, device=device,
         boundaries=options.boundaries,
@@ -417,7 +363,7 @@ def plan(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cache-inspect plan",
-        description="Measure, per possible boundary, what a cache would hold, save and cost.",
+        description="Measure, per possible boundary, what a cache would hold and save.",
         epilog="MODEL_FACTORY and DATASET_FACTORY are package.module:callable, called without "
         "arguments; the current directory is searched first.",
     )
@@ -433,8 +379,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
-    for name in GONE:
-        parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser
 
@@ -444,35 +388,25 @@ def _shown(found: Forecast) -> str:
     lines = ["no cut pays: see why below"]
     if best is not None:
         lines = [
-            f"cut at {best.boundary}: epochs after the first take {found.later_epochs(best):.2f} "
-            f"of their time, {size(found.set_bytes(best))}, pays from epoch "
-            f"{found.break_even_epoch(best):,}"
+            f"cut at {best.boundary}: a hit saves {best.step_skipped:.0%} of a step; all samples "
+            f"take {size(found.set_bytes(best))}"
         ]
     lines.append(
         f"{found.model} on {found.device}, batches of {found.batch_size}, measured with "
         f"{found.num_measured:,} of {found.num_samples:,} samples"
     )
-    columns = {"boundary": "<", "the set": ">", "step": ">", "even after": "<"}
-    rows = [[one.boundary, "-", "-", "refused"] for one in found.prospects]
+    columns = {"boundary": "<", "the set": ">", "step": ">"}
+    rows = [[one.boundary, "-", "refused"] for one in found.prospects]
     for row, one in zip(rows, found.prospects, strict=True):
         if one.refused is None:
-            epoch = found.break_even_epoch(one)
             scatter = f"{one.step_skipped:.0%} ± {min(one.step_error, 9.99):.0%}"
-            even = "never" if epoch is None else f"epoch {epoch:,}"
-            row[1:] = size(found.set_bytes(one)), scatter, even
+            row[1:] = size(found.set_bytes(one)), scatter
     lines.append(table(columns, rows))
     lines += [f"{one.boundary} is refused: {one.refused}" for one in found.prospects if one.refused]
-    if found.reuse is not None:
-        lines.append(
-            f"samples draw random numbers, and each draw is used for {found.reuse} epochs: "
-            f"{found.fresh:.0%} of every epoch after the first are computed and written anew, "
-            "which is counted."
-        )
     lines.append(
         "step: what a hit saves of it, reading included, against the same step with the prefix "
-        "frozen and no cache, and how far that scatters. even after: the epoch in which the time "
-        "for proving and writing has been won back. A hit also saves loading its sample, which is "
-        "not counted."
+        "frozen and no cache, and how far that scatters. Loading a sample, which a hit spares, is "
+        "not counted. When proving and writing are won back, gate='auto' sees in the training."
     )
     return "\n".join(lines)
 

@@ -68,7 +68,7 @@ def test_a_cnn_is_measured_at_every_boundary(capsys):
     assert all(one["refused"] is None for one in prospects)
     for one in prospects:
         assert one["set_bytes"] == pytest.approx(one["stored_bytes"] * 40)
-        figures = ("step_s", "served_step_s", "write_s", "stored_bytes")
+        figures = ("step_s", "served_step_s", "stored_bytes")
         assert all(one[figure] > 0 for figure in figures)
         assert one["step_skipped"] == pytest.approx(1 - one["served_step_s"] / one["step_s"])
     assert report["num_samples"] == 40
@@ -144,61 +144,33 @@ def test_the_model_and_the_disk_are_left_as_they_were(tmp_path, monkeypatch):
     assert all(module.training for module in model.modules())
 
 
-def outlook(*prospects, reuse=None):
+def outlook(*prospects):
     return Forecast(
-        model="M", device="cpu", batch_size=1, num_measured=1, num_samples=100, reuse=reuse,
-        prospects=prospects,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("figures", "more", "expected"),
-    [
-        # 100 samples, 1 s saved each: writing for 100 s is won back in the epoch after it.
-        ({"write_s": 1.0}, {}, 2),
-        ({"write_s": 0.0}, {}, 2),
-        ({"write_s": 1.01}, {}, 3),
-        ({"write_s": 5.0, "served_step_s": 1.5}, {}, 11),
-        ({"write_s": 1.0, "prove_s": 1.0}, {}, 3),
-        # A quarter of each later epoch is computed and written anew.
-        ({"write_s": 1.0}, {"reuse": 4}, 3),
-        ({"write_s": 1.0, "prove_s": 75.0}, {}, 3),
-        ({"served_step_s": 3.0}, {}, None),
-        ({"refused": "no"}, {}, None),
-    ],
-)
-def test_the_break_even_epoch_wins_everything_back(figures, more, expected):
-    one = Prospect(
-        **{"boundary": "b", "step_s": 2.0, "served_step_s": 1.0, "stored_bytes": 10.0, **figures}
+        model="M", device="cpu", batch_size=1, num_measured=1, num_samples=100, prospects=prospects
     )
-    assert outlook(one, **more).break_even_epoch(one) == expected
-
-
-@pytest.mark.parametrize(("data", "reuse"), [("Noisy", 4), ("Images", None)])
-def test_what_random_samples_draw_anew_is_counted(capsys, data, reuse):
-    argv = [f"{ZOO}:cnn", "--data", f"{ZOO}:{data}", "--boundaries", "layer2.1"]
-    report = ask_json(capsys, *argv)
-    assert report["reuse"] == reuse
-    assert report["prospects"][0]["refused"] is None
-    told = "samples draw random numbers" in ask(capsys, *argv)[1].out
-    assert told is (reuse is not None)
-    one = Prospect(boundary="b", step_s=2.0, served_step_s=1.0)
-    assert outlook(one, reuse=reuse).later_epochs(one) == (0.5 if reuse is None else 0.625)
 
 
 def prospect(boundary, served, *, stored=1000.0):
     return Prospect(
         boundary=boundary, stored_bytes=stored, step_s=2e-3, served_step_s=served * 2e-3,
-        step_error=0.02, write_s=1e-5,
+        step_error=0.02,
     )  # fmt: skip
 
 
-def test_the_shortest_later_epochs_are_recommended_and_of_equals_the_smaller_one():
+def test_the_shortest_served_step_is_recommended_and_of_equals_the_smaller_one():
     found = outlook(prospect("a", 0.8), prospect("b", 0.41, stored=500.0), prospect("c", 0.4))
     assert found.recommended().boundary == "b"
-    assert found.later_epochs(found.recommended()) == pytest.approx(0.41, abs=0.02)
     assert outlook(prospect("a", 0.8), prospect("b", 0.3)).recommended().boundary == "b"
     assert outlook(prospect("a", 1.2), prospect("b", 1.1)).recommended() is None
+    refused = Prospect(boundary="c", refused="no")
+    assert outlook(prospect("a", 1.2), refused).recommended() is None
+    assert outlook(prospect("a", 0.99), refused).recommended().boundary == "a"
+
+
+@pytest.mark.parametrize("data", ["Noisy", "Images"])
+def test_samples_that_draw_random_numbers_are_measured_like_others(capsys, data):
+    argv = [f"{ZOO}:cnn", "--data", f"{ZOO}:{data}", "--boundaries", "layer2.1"]
+    assert ask_json(capsys, *argv)["prospects"][0]["refused"] is None
 
 
 @pytest.mark.parametrize(
