@@ -536,6 +536,8 @@ ANOTHER = {
         scale, lambda step: Config(1.0 if step < 6 else 2.0),
     ),
     "a schedule": (float, lambda step: 1.0 + 0.1 * step),
+    "a number that decides from a threshold on": (lambda k: 1.0 + (k > 6), lambda step: step),
+    "a word that is asked for": (lambda task: 1.0 + (task == "b"), lambda step: "acb"[step % 3]),
 }  # fmt: skip
 
 

@@ -151,10 +151,11 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
 
 
 def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
-    """Return the positions of arguments that no activation depends on, whatever is given there.
+    """Return the positions of arguments that nothing before the boundary reads.
 
     Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
-    what is passed on to every layer and read by none.
+    what is passed on to every layer and read by none. Another value that changes nothing would not
+    do: `if epoch > 10`.
     """
     candidates = [
         i
@@ -174,16 +175,17 @@ def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
 def _same_without(
     traced: TracedBatch, plan: ReplayPlan, known: Recomputed, positions: list[int]
 ) -> bool:
-    """Whether other values at these positions change nothing: of tensors such that none can be
-    read.
-    """
+    """Whether the prefix computes the same where nothing at these positions can be read."""
     copied: ModelCopy = traced.copies.fresh()
     scene, leaves = scene_of(plan, copied), list(copied.call.leaves)
     for position in positions:
-        leaf = _changed(leaves[position])
-        if isinstance(leaf, Tensor):
-            leaf = Placeholder.of(leaf, frozenset({Source("argument", "", position)}), scene)
-        leaves[position] = leaf
+        leaf = leaves[position]
+        if not isinstance(leaf, Tensor):
+            leaves[position] = _unreadable(type(leaf))
+            continue
+        longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
+        source = frozenset({Source("argument", "", position)})
+        leaves[position] = Placeholder.of(longer, source, scene)
     copied.call = dataclasses.replace(copied.call, leaves=leaves)
     with Attempt() as tried:
         other = recompute(traced, known.rows, copied=copied)
@@ -211,9 +213,19 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (not isinstance(a, int | float | str) or a == b)
 
 
-def _changed(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.cat([value, value[:1], value]) if value.dim() else value
-    if isinstance(value, str):
-        return value + " (other)"
-    return value + 1 if isinstance(value, int) else value * 1.37 + 0.11
+def _unreadable(kind: type) -> Any:
+    """Return what passes for a value of this kind, and has none: whatever asks for it fails."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LookupError("it is read")
+
+    asked = {name: refuse for name in dir(kind) if name not in _OF_EVERY_OBJECT}
+    return type(
+        "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}
+    )()
+
+
+_OF_EVERY_OBJECT = {*dir(object)} - {
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
+    "__format__", "__sizeof__",
+}  # fmt: skip
