@@ -18,7 +18,6 @@ from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
-from egeria_cache.device import runs_late
 from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
@@ -227,8 +226,6 @@ class LoaderApi:
         kind: Kind
         if entry is not None:
             kind = "served" if entry.serves_most else "partial"
-            if entry.num_read:
-                self.readers.served(entry.read_s, may_be_none=not runs_late(entry.view.device))
         else:
             kind = "computed" if is_control or view is None else "captured"
         why = policy.step(loader_name, boundary, kind, seconds, num_samples)

@@ -3,8 +3,8 @@
 Reading happens on the cache's reader threads; short reads are left to the training thread, at the
 moment of need. What that is handed is an `Entry` that either has its rows or says that it has not.
 
-The threads that read are shared by all loaders of a cache. Where reads are short, the training
-thread does them itself: to hand them over would cost it more.
+The threads that read are shared by all loaders of a cache. What is short, and in memory, the
+training thread reads itself: to hand it over would cost it more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -57,6 +56,12 @@ ROOM_EVERY_S = 1.0
 READ_TIMEOUT_S = 60.0
 """A read that takes longer is given up; its samples are loaded from the dataset instead."""
 
+SHORT_BYTES = 1 << 20
+"""Of a batch's activations: up to this the training thread reads them itself. Beside training a
+read takes a multiple, for both threads wait for the interpreter: on two cores 10 records of 16 KiB
+that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48 it is 0.4 ms and 1.2.
+From 2 MiB on a reader is ahead (a step of 13.4 ms, and 15.3 without it)."""
+
 _passes = count()
 _held, _lock = Held(), threading.Lock()
 
@@ -88,8 +93,6 @@ class PlannedEntry:
         self.is_given = False
         """Whether the batch was given out."""
         self.was_used = False
-        self.read_s, self.num_read = 0.0, 0
-        """What reading cost the thread that read, and for how many samples."""
         self._reading: Future[bool] | Deferred | None = None
         self._process = os.getpid()
         self._ring: Ring | None = None
@@ -191,15 +194,20 @@ class Prefetcher:
         self._first = next(_passes) << 40
         """Number of this pass's first batch in a ring: later than all of the passes before."""
         self._closed = False
+        self.has_waited = False
+        """Whether something was not in memory: from then on all is read ahead."""
         self._rings: set[Ring] = set()
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
         if entry._reading is None and not self._closed and self._readers is not None:
+            read, view = partial(self._read, entry), entry.view
+            is_short = entry.num_hits * view.cut.row_bytes <= SHORT_BYTES
+            if is_short and not (self.has_waited or needs_ring(view.device)):
+                entry._reading = Deferred(self, self._readers, read)
+                return
             try:
-                read = partial(self._read, entry)
-                late = needs_ring(entry.view.device)
-                entry._reading = self._readers.submit(read) if late else self._readers.read(read)
+                entry._reading = self._readers.submit(read)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
 
@@ -236,13 +244,12 @@ class Prefetcher:
             new = ring.adopt(number, samples, entry.draws)
         tensors: dict[str, Any] = {}
         if len(new):
-            started, located = time.perf_counter(), entry.located
+            located = entry.located
             if len(new) < len(entry.ids):
                 mask = np.zeros(len(entry.ids), np.bool_)
                 mask[new] = True
                 located = located.only(mask)
             tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
-            entry.read_s, entry.num_read = time.perf_counter() - started, len(new)
             if not found.all():
                 return False
         rows = _put_together(view, tensors, None)
@@ -277,12 +284,9 @@ class Prefetcher:
 
     def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read all rows, and keep them with the batch itself."""
-        started, device = time.perf_counter(), entry.view.device
         tensors, found = entry.view.generation.get_located(
-            entry.located, pin_memory=pins(device), in_memory=in_memory
+            entry.located, pin_memory=pins(entry.view.device), in_memory=in_memory
         )
-        entry.read_s += time.perf_counter() - started
-        entry.num_read += len(entry.ids)
         if not found.all():
             return False
         self._keep(entry, tensors)
@@ -408,17 +412,6 @@ def _column(kind: type, rows: Any) -> Rows:
 
 _MOST = 4
 """Readers: each takes a core, and the interpreter, from training as well."""
-_SETTLED, _MAX_PATIENCE = 24, 4096
-"""Batches after which a reader may turn out to be needless; the longest that it takes."""
-_SHORT_S, _BRIEF_S = 1e-3, 0.6e-3
-"""A reader whose reads are shorter may be none at all, and is needed where they take training
-longer. Beside training a read takes a multiple: both threads wait for the interpreter. On two cores
-10 records of 16 KiB that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48
-it is 0.4 ms and 1.2."""
-_SOON, _FEW = 4, 8
-"""Batches after which reads that became long go back to a reader; and by how many that is told: one
-that took long among them is none."""
-
 Read = Callable[[bool], bool]
 """Reads a batch: (only if all of it is in memory) -> whether its rows are there. Raises
 `NotInMemoryError`."""
@@ -430,8 +423,8 @@ class Deferred:
     What is not in memory is a reader's all the same: a disk may take its time, and hang.
     """
 
-    def __init__(self, readers: ReaderThreads, read: Read) -> None:
-        self._readers = readers
+    def __init__(self, prefetcher: Prefetcher, readers: ReaderThreads, read: Read) -> None:
+        self._prefetcher, self._readers = prefetcher, readers
         self._read: Read | None = read
         self._handed_in: Future[bool] | None = None
         self._is_there = False
@@ -448,7 +441,7 @@ class Deferred:
                 with without_modes():
                     self._is_there = read(True)
             except NotInMemoryError:
-                self._readers.turn(is_spared=False)
+                self._prefetcher.has_waited = True
                 self._handed_in = self._readers.submit(read, False)
         return self._is_there if self._handed_in is None else self._handed_in.result(timeout)
 
@@ -472,21 +465,6 @@ class ReaderThreads:
         most = max(1, min(_MOST, cores - 1))
         self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=_begin)
         self._process = os.getpid()
-        self.is_spared = False
-        """Whether whoever needs rows had better read them itself than hand that in."""
-        self._num_batches = 0
-        """Since that changed."""
-        self._patience = _SETTLED
-        self._last_s: deque[float] = deque(maxlen=_FEW)
-        """What reads cost lately."""
-
-    def read(self, read: Read) -> Future[bool] | Deferred:
-        """Hand in a read, or have it done by whoever asks for its result.
-
-        Raises:
-            RuntimeError: As `submit` does.
-        """
-        return Deferred(self, read) if self.is_spared else self.submit(read, False)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Hand in work.
@@ -497,30 +475,6 @@ class ReaderThreads:
         if os.getpid() != self._process:  # where a lock may be held for ever
             raise RuntimeError("the threads stayed behind in the process that forked this one")
         return self._threads.submit(work, *args)
-
-    def served(self, read_s: float, *, may_be_none: bool) -> None:
-        """Note a batch of hits. The shorter training then read by itself, the later it does again.
-
-        Args:
-            read_s: What it cost a reader thread, or the training thread if it read itself.
-            may_be_none: Whether the training thread can read such batches.
-        """
-        self._num_batches += 1
-        self._last_s.append(read_s)
-        usual_s = sorted(self._last_s)[len(self._last_s) // 2]
-        if not self.is_spared:
-            if may_be_none and self._num_batches >= self._patience and usual_s < _SHORT_S:
-                self.turn(is_spared=True)
-        elif not may_be_none or (len(self._last_s) >= _SOON and usual_s > _BRIEF_S):
-            self.turn(is_spared=False)
-
-    def turn(self, *, is_spared: bool) -> None:
-        """Have batches read by readers from now on, or by whoever needs them."""
-        if not is_spared:
-            lasted = self._num_batches > self._patience
-            self._patience = _SETTLED if lasted else min(2 * self._patience, _MAX_PATIENCE)
-        self.is_spared, self._num_batches = is_spared, 0
-        self._last_s.clear()
 
     def close(self) -> None:
         """Stop; reads that have not begun are dropped. Idempotent."""

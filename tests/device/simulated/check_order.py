@@ -163,11 +163,6 @@ class Inline:
             done.set_exception(error)
         return done
 
-    read = submit
-
-    def served(self, read_s, *, may_be_none):
-        """Nothing is counted."""
-
     def close(self):
         """Nothing is under way."""
 
