@@ -56,6 +56,12 @@ WEIGHTS = {
         f"by {how}": lambda m, write=write: write(m.early.weight, -3.0)
         for how, write in WRITES.items()
     },
+    "by its data, and something noted beside it": lambda m: (
+        vars(m).update(note=1), m.early.weight.data.mul_(-3.0),
+    ),
+    "by its data, and another one loaded as it is": lambda m: (
+        m.middle.load_state_dict(m.middle.state_dict()), m.early.weight.data.mul_(-3.0),
+    ),
     "another parameter": swapped_parameter,
     "as a vector": written_as_a_vector,
     "initialised": initialised_again,
@@ -66,7 +72,7 @@ WEIGHTS = {
     "foreach": lambda m: torch._foreach_mul_([m.early.weight, m.early.bias], -1.0),
     "no bias": lambda m: setattr(m.early, "bias", None),
     "tied to the head's": lambda m: setattr(m.middle, "weight", m.late.weight),
-}
+}  # fmt: skip
 
 
 @hostile(over=WEIGHTS, cases=5)

@@ -136,6 +136,8 @@ class PrefixGuard:
             if self._hashes is None or self._hashes.of(new) != content:
                 how = "was changed" if new is old else "was replaced by another tensor"
                 return f"{name!r} {how}"
+        if self._probe.changed(wait=True) or self._probe.whole_changed():  # before it is renewed
+            return SEEN_LATE
         self._tensors = now
         self._renew_tensors()
         return None
