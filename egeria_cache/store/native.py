@@ -54,9 +54,8 @@ class Kernel:
         keys: Sequence[bytes],
         *,
         waits: bool,
-    ) -> tuple[int, Bytes]:
-        """Read, verify and decode records; return how many are intact, and how each was read, shape
-        (N,).
+    ) -> Bytes:
+        """Read, verify and decode records; return how each was read, shape (N,).
 
         Args:
             unpacker: Of this thread.
@@ -79,7 +78,8 @@ class Kernel:
             _at(key_bytes), _address(found), unpacker.room(room_bytes), unpacker.context,
             decode_bytes, room_bytes, self._hash, self._unzstd, waits,
         ])  # fmt: skip
-        return self._read(_at(batch), len(found)), found
+        self._read(_at(batch), len(found))
+        return found
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
