@@ -6,6 +6,7 @@ dict of them; a container, an array or a generator as a copy of its content.
 
 from __future__ import annotations
 
+import pickle
 import random
 import weakref
 from array import array
@@ -337,23 +338,37 @@ class Generator(Place):
     __slots__ = ()
 
     def read(self, where: Any) -> Any:
-        """Return its state."""
-        if isinstance(where, torch.Generator | np.random.RandomState):
-            return where.get_state()
+        """Return its state, as bytes."""
         if isinstance(where, GeneratorType):
             return where
+        if isinstance(where, torch.Generator):
+            return where.get_state().numpy().tobytes()
         if isinstance(where, random.Random):
-            return where.getstate()
-        return getattr(where, "bit_generator", where).state
+            return pickle.dumps(where.getstate())
+        if isinstance(where, np.random.RandomState):
+            return pickle.dumps(where.get_state())
+        return pickle.dumps(getattr(where, "bit_generator", where).state)
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it go on from there."""
-        if isinstance(where, torch.Generator | np.random.RandomState):
-            where.set_state(kept)
+        if isinstance(where, torch.Generator):
+            where.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
         elif isinstance(where, random.Random):
-            where.setstate(kept)
+            where.setstate(pickle.loads(kept))
+        elif isinstance(where, np.random.RandomState):
+            where.set_state(pickle.loads(kept))
         elif not isinstance(where, GeneratorType):
-            getattr(where, "bit_generator", where).state = kept
+            getattr(where, "bit_generator", where).state = pickle.loads(kept)
+
+    def seed(self, where: Any, seed: int) -> None:
+        """Have it draw others."""
+        if isinstance(where, torch.Generator):
+            where.manual_seed(seed)
+        elif isinstance(where, random.Random | np.random.RandomState):
+            where.seed(seed)
+        elif not isinstance(where, GeneratorType):
+            bits = getattr(where, "bit_generator", where)
+            bits.state = type(bits)(seed).state
 
 
 GENERATORS = (

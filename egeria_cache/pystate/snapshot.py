@@ -56,6 +56,7 @@ from egeria_cache.pystate.places import (
     Attributes,
     Cell,
     Elements,
+    Generator,
     Length,
     Named,
     Names,
@@ -243,7 +244,7 @@ class Snapshot:
                 parts = [Moved(place, name, before.get(name), after[name]) for name in after]
             for part in parts:
                 with Attempt():
-                    if ahead(part.once, part.twice, 1) is not None:
+                    if part.has_gone_on():
                         yield part
 
     def moved_whole(self, of: Callable[[Any], Any]) -> list[Moved]:
@@ -260,9 +261,7 @@ class Snapshot:
             parts = [Moved(place, None, before, after, True)]
             if isinstance(after, dict):
                 parts = [Moved(place, key, before.get(key), after[key], True) for key in after]
-            found += [
-                one for one in parts if ahead(one.once, one.twice, 1, wholly=True) is not None
-            ]
+            found += [one for one in parts if one.has_gone_on()]
         return found
 
     def _lent(self, place: Place, kept: Any) -> Any:
@@ -376,6 +375,12 @@ class Moved:
         """What tells the place from others; see `Code.unread`."""
         return self.place.mark(self.key)
 
+    def has_gone_on(self) -> bool:
+        """Whether it is where it can be put ahead from."""
+        if isinstance(self.place, Generator):
+            return type(self.twice) is bytes and self.once != self.twice
+        return ahead(self.once, self.twice, 1, wholly=self.wholly) is not None
+
     def is_past(self, other: Moved) -> bool:
         """Whether another run moved it further."""
         return not same_content(other.twice, self.twice)
@@ -383,6 +388,11 @@ class Moved:
     def put_ahead(self, by: int, of: Callable[[Any], Any] = lambda where: where) -> None:
         """Let it be what it might be so many calls later."""
         where = of(self.place.where)
+        if isinstance(self.place, Generator):
+            self.place.write(where, self.twice)
+            if by:
+                self.place.seed(where, by)
+            return
         later = ahead(self.once, self.twice, by, wholly=self.wholly)
         if self.key is not None:
             later = self.place.read(where) | {self.key: later}

@@ -560,6 +560,13 @@ def drawing(m):
     return act, lambda m: [torch.get_rng_state(), str(random.getstate())]
 
 
+def generators_of_a_closure(m):
+    """They belong to no module, and move with every call."""
+    ours, arrays = torch.Generator().manual_seed(3), np.random.default_rng(3)
+    act = lambda m, h: h * torch.rand(1, generator=ours) + float(arrays.random())  # noqa: E731
+    return act, lambda m: [ours.get_state(), str(arrays.bit_generator.state)]
+
+
 def by_a_global(m):
     """The model refers to itself by a global."""
     LOOP["model"], m.calls = m, 0
@@ -592,7 +599,7 @@ def seen(run, make, name):
 
 
 STATES = (generators, queues, banks, of_the_class, in_globals, slots, hooks, defaults_and_cells,
-          settling, drawing, by_a_global)  # fmt: skip
+          settling, drawing, generators_of_a_closure, by_a_global)  # fmt: skip
 STATES = {make.__name__: make for make in STATES}
 
 
