@@ -233,7 +233,7 @@ class Prefetcher:
         if self._closed or not entry.alive:
             return False
         view = entry.view
-        if view.is_spread or not needs_ring(view.device):
+        if in_memory or view.is_spread or not needs_ring(view.device):
             return self._read_whole(entry, in_memory)
         ring, number = self._ring_of(view), self._first + entry.number
         if not view.has_room:
@@ -289,16 +289,16 @@ class Prefetcher:
         )
         if not found.all():
             return False
-        self._keep(entry, tensors)
-        entry._rows = _put_together(entry.view, tensors, entry.longest)
+        longest = self._keep(entry, tensors)
+        entry._rows = _put_together(entry.view, tensors, longest)
         return True
 
-    def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> None:
-        """Note what records have beside the activations."""
-        padding = entry.view.padding
+    def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Note what records have beside the activations; return how long the longest is."""
+        padding, longest = entry.view.padding, None
         if padding is not None:
             entry.lengths = found[LENGTHS].numpy().astype(np.int64)
-        longest = entry.longest
+            longest = entry.longest
         kept = {
             path: _column(kind, found[KEPT + path])
             if padding is None or longest is None or path not in padding.values
@@ -310,6 +310,7 @@ class Prefetcher:
                 if isinstance(rows, Tensor):
                     kept[path] = pinned(rows, entry.view.device)
         entry.kept = kept
+        return longest
 
     def _ring_of(self, view: View) -> Ring | None:
         """Return a view's ring, if there is one, and training does not need its memory."""
@@ -380,9 +381,10 @@ def _put_together(
     Raises:
         LookupError: It is not known how long the activations of such a batch are.
     """
-    prefix, pin = len(ACTIVATION), pins(view.device)
+    prefix = len(ACTIVATION)
     found = {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
     for name, one in view.growth.items() if found else ():
+        pin = pins(view.device)
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
