@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -133,13 +132,18 @@ def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, 
     assert len({tuple(order) for order in orders}) == 3
 
 
-class Slow(Dataset):
+class Held(Dataset):
+    """Its first samples are there, and the others when they are let go."""
+
+    def __init__(self):
+        self.waits, self.goes = os.pipe()
+
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         if index >= 8:
-            time.sleep(2)  # a batch of these takes far longer than the interrupt
+            os.read(self.waits, 1)
         return torch.tensor(index)
 
 
@@ -159,7 +163,8 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         os.kill(os.getpid(), signal.SIGINT)
 
     with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
-        loader = EgeriaLoader(Slow(), 4, cache=cache, reuse=None, num_workers=workers)
+        data = Held()
+        loader = EgeriaLoader(data, 4, cache=cache, reuse=None, num_workers=workers)
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         timer = threading.Timer(0.2, interrupt)
@@ -171,6 +176,7 @@ def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
         with pytest.raises(KeyboardInterrupt):
             wait(iterator)
         timer.join()
+        os.write(data.goes, bytes(40))
         del iterator
         gc.collect()
     assert multiprocessing.active_children() == []

@@ -183,20 +183,32 @@ def test_no_two_ids_become_one():
     assert ids[0] == NESTED[0]
 
 
-class Killed(Images):
+class Deadly(Images):
     """A worker that loads one sample dies; a glance at 32 of the 48 does not meet that one."""
 
-    deadly = 20
+    deadly = 41
 
     def __getitem__(self, index):
         if index == self.deadly and torch.utils.data.get_worker_info() is not None:
-            time.sleep(3)  # nobody is in the middle of anything else by then
+            self.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
+    def wait(self):
+        pass
 
-class KilledLate(Killed):
-    deadly = 41
+
+class Killed(Deadly):
+    """It dies once all that it sent before has arrived."""
+
+    deadly = 20
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.answered = os.pipe()
+
+    def wait(self):
+        os.read(self.asked, 1)
 
 
 class Stuck(Images):
@@ -204,7 +216,7 @@ class Stuck(Images):
 
     def __getitem__(self, index):
         while index == 20 and torch.utils.data.get_worker_info() is not None:
-            time.sleep(0.1)
+            signal.pause()
         return super().__getitem__(index)
 
 
@@ -217,11 +229,14 @@ class Stuck(Images):
 )
 def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwargs, match):
     with cached(tmp_path) as (model, cache):
-        loader = EgeriaLoader(data(), 8, num_workers=1, cache=cache, reuse=None, **kwargs)
+        dataset = data()
+        loader = EgeriaLoader(dataset, 8, num_workers=1, cache=cache, reuse=None, **kwargs)
 
         def use(loader=loader):
-            for images, _ in loader:
+            for number, (images, _) in enumerate(loader):
                 model(images)
+                if number == 1 and data is Killed:
+                    os.write(dataset.answered, b"x")
 
         with pytest.raises(RuntimeError, match=match):
             use()
@@ -231,8 +246,8 @@ def test_a_dead_or_stuck_worker_gives_dataloaders_own_error(tmp_path, data, kwar
 
 
 def test_hits_are_served_although_their_workers_would_die(tmp_path):
-    train(tmp_path, epochs=1, data=KilledLate())
-    losses, stats = train(tmp_path, epochs=1, data=KilledLate(), num_workers=1)
+    train(tmp_path, epochs=1, data=Deadly())
+    losses, stats = train(tmp_path, epochs=1, data=Deadly(), num_workers=1)
     # A worker is given its first batches before the model shows what the store holds.
     assert stats.hits == NUM_SAMPLES - 3 * 8
     assert losses == train(tmp_path / "other", epochs=1, gate="never", data=Images())[0]

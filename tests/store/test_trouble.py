@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -723,7 +722,7 @@ def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path)
         keep(store, [1], torch.zeros(1, 10))
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            signal.pause()
             os._exit(0)
     try:
         (path,) = generation_directories(tmp_path / "cache")
@@ -771,16 +770,31 @@ def _answer(store, answers):
 
 
 NURSERY = """
+    import signal, threading
 
     def rows(ids):
         return torch.stack(
             [torch.randn(5000, generator=torch.Generator().manual_seed(one)) for one in ids]
         )
 
+    def dies_at(line):
+        def trace(frame, event, arg):
+            nonlocal line
+            if "egeria_cache" in frame.f_code.co_filename:
+                line -= event == "line"
+                if line == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return trace
+
+        sys.settrace(trace)
+        threading.settrace(trace)
+
     for line in sys.stdin:  # one child each: importing torch anew would take seconds
-        directory, codec = line.split()
+        directory, codec, last = line.split()
         child = os.fork()
         if child == 0:
+            if int(last):
+                dies_at(int(last))
             store = ActivationStore(directory, codec=codec)
             for start in range(0, 100_000, 8):
                 store.put_batch(range(start, start + 8), rows(range(start, start + 8)))
@@ -799,22 +813,20 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
     nursery = run_python(NURSERY, stdin=subprocess.PIPE)
     for kill in range(num_kills):
         directory = tmp_path / str(kill)
-        nursery.stdin.write(f"{directory} {('raw', 'zstd')[kill % 2]}\n")
+        # At a line, from the first of all on; or within the transaction behind some others.
+        last = int(10 ** rng.uniform(1, 4)) if kill % 4 < 2 else 0
+        wanted = 8 * int(rng.integers(1, 6))
+        nursery.stdin.write(f"{directory} {('raw', 'zstd')[kill % 2]} {last}\n")
         nursery.stdin.flush()
-        pid, committed, wanted = None, 0, 8 * int(rng.integers(1, 6))
-        if kill % 4 == 3:
-            wanted = 0  # the kill lands while the directory and its files are being made
-        while pid is None or committed < wanted:
-            word, *rest = nursery.stdout.readline().split()
+        pid, committed = 0, 0
+        while (line := nursery.stdout.readline()) != "dead\n":
+            word, *rest = line.split()
             if word == "pid":
                 pid = int(rest[0])
             else:
                 committed = int(word)
-        # The kill lands anywhere in the next transactions.
-        time.sleep(rng.random() * (0.01 if wanted else 0.03))
-        os.kill(pid, signal.SIGKILL)
-        while (line := nursery.stdout.readline()) != "dead\n":
-            committed = int(line)
+            if pid and committed >= wanted and not last:
+                os.kill(pid, signal.SIGKILL)
         for path in directory.glob("gen-*"):
             assert list(verify(path).damage) == []
         with ActivationStore(directory) as store:
@@ -946,7 +958,7 @@ def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatc
         with ActivationStore(directory) as reader:
             for one in range(1, 200):
                 while not writer.put_batch([one], torch.full((1, 100), float(one))):
-                    time.sleep(0.002)  # the queue is full: what is offered then is dropped
+                    assert writer.flush(DEADLINE_S)  # the queue is full: this one was dropped
                 got, hit = reader.get_batch(range(200))
                 for row in hit.nonzero()[0].tolist():
                     assert (got[row] == row).all()
