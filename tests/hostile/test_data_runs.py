@@ -3,13 +3,11 @@
 What tells data sets and collate functions apart, kind by kind: `samples/test_fingerprint.py`.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from tests.hostile.harness import hostile
 from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, net, rows
@@ -51,52 +49,10 @@ def scale_by(factor):
     return lambda x: x * factor
 
 
-def arrays(y):
-    """Return data as people keep them: arrays, lists."""
-    return made(lambda data, i: (data.x[i], torch.as_tensor(data.y[i])), LONG, y=y)
-
-
-def files_of(y):
-    """Return data whose labels are the names of files."""
-    files = [f"data/{i}/{label}.txt" for i, label in enumerate(y)]
-    return made(
-        lambda data, i: (data.x[i], int(Path(data.files[i]).stem)), LONG, y=None, files=files
-    )
-
-
-class HuggingFace(Dataset):
-    """As `datasets.Dataset`: a table out of sight, and a fingerprint with a leading underscore."""
-
-    __slots__ = ("_fingerprint", "row")
-
-    def __init__(self, y, fingerprint):
-        self._fingerprint, x = fingerprint, inputs(LONG)
-        self.row = {i: (x[i], y[i]) for i in range(LONG)}.__getitem__
-
-    def __len__(self):
-        return LONG
-
-    def __getitem__(self, index):
-        return self.row(index)
-
-
-def printed(y):
-    """Return data that have a fingerprint of their own, that is long."""
-    data = arrays(y)
-    print_of = torch.zeros(5000, dtype=torch.long)
-    print_of[2500 : 2500 + LONG] = y
-    type(data).fingerprint = lambda self: print_of
-    return data
-
-
 def relabelled():
     y = labels(LONG)
     y[HIDDEN] = (y[HIDDEN] + 1) % 3
     return y
-
-
-def of_labels(make):
-    return lambda: (make(labels(LONG)), make(relabelled()))
 
 
 OTHERS = {
@@ -108,14 +64,7 @@ OTHERS = {
     "weights of a transform": lambda: (
         hidden(nn.Linear(6, 6).requires_grad_(False)), hidden(nn.Linear(6, 6).requires_grad_(False))
     ),
-    "labels in a tensor": of_labels(arrays),
-    "labels in a list": of_labels(lambda y: arrays(y.tolist())),
-    "labels in names of files": of_labels(files_of),
-    "labels of a TensorDataset": of_labels(lambda y: TensorDataset(inputs(LONG), y)),
-    "a long fingerprint": of_labels(printed),
-    "a table with a fingerprint": lambda: (
-        HuggingFace(labels(LONG), "a1"), HuggingFace(relabelled(), "b2"),
-    ),
+    "labels": lambda: [TensorDataset(inputs(LONG), y) for y in (labels(LONG), relabelled())],
     "indices": lambda: [
         Subset(rows(96), [i + shift if i in HIDDEN else i for i in range(48)]) for shift in (0, 48)
     ],

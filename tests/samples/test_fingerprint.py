@@ -162,6 +162,7 @@ def other_pairs():
         "a set": (Rare({"a", "b"}), Rare({"a", "c"})),
         "objects in a list": (Rare([Scale(1), "x"]), Rare([Scale(2), "x"])),
         "a list of another class": (Rare(UserList([1])), Rare(UserList([2]))),
+        "a module": (Rare(torch.nn.LeakyReLU(0.1)), Rare(torch.nn.LeakyReLU(0.9))),
         "a lambda": (Rare(lambda x: x + 1), Rare(lambda x: x + 2)),
         "a shared number": (Rare(multiprocessing.Value("i", 1)), Rare(multiprocessing.Value("i"))),
         "bytes": (Rare(bytearray(b"abc")), Rare(bytearray(b"abd"))),

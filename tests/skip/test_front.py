@@ -85,9 +85,7 @@ def test_a_boundary_that_is_dropped_at_first_is_found_all_the_same():
     held(plain)
     harness = Harness(model, DATA)
     harness.engine.set_boundary("encoder.layers.1")
-    for n, ids in enumerate(BATCHES * 2):
-        ours = step(harness.model, call, harness.batch(ids), n)
-        assert_same(ours, step(plain, call, harness.plain(ids), n))
+    assert_same_run(harness, call, BATCHES * 2, plain=plain)
     assert harness.host.num_loads == 3
 
 
@@ -157,9 +155,7 @@ def test_a_refused_model_is_held_all_the_same():
     plain = copy.deepcopy(harness.model)
     held(plain)
     harness.engine.set_boundary("encoder.layers.1")
-    for n, ids in enumerate(BATCHES):
-        ours = step(harness.model, call, harness.batch(ids), n)
-        assert_same(ours, step(plain, call, harness.plain(ids), n))
+    assert_same_run(harness, call, BATCHES, plain=plain)
     assert harness.host.refusals
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,33 +11,12 @@ from torch import nn
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.skip.prove.traced_batch import another, few_rows, rest, with_made_up
-from tests.helpers.skip_harness import Harness, freeze
-
-G = torch.Generator().manual_seed(1)
-DATA = {
-    "x": torch.randn(24, 4, 6, generator=G),
-    "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
-}
-
-
-class Base(nn.Module):
-    """early -> middle (the boundary) -> head; `mix` is the code of a frozen module."""
-
-    def __init__(self):
-        super().__init__()
-        self.early = Early(self.mix)
-        self.middle = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
-
-    @staticmethod
-    def mix(h):
-        return h
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.middle(self.early(x))).mean(1))
+from tests.helpers.skip_models import DATA, Base, call, harness_of
 
 
 class Early(nn.Module):
+    """A frozen layer, and `mix`: its code behind it."""
+
     def __init__(self, mix):
         super().__init__()
         self.linear, self.mix = nn.Linear(6, 6), mix
@@ -44,42 +25,34 @@ class Early(nn.Module):
         return self.mix(self.linear(x))
 
 
-def call(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def run(model, sizes=(8, 8), call=call):
-    freeze(model, "early", "middle")
-    harness = Harness(model, DATA)
-    harness.engine.set_boundary("middle")
-    start = 0
+def run(make, sizes=(8, 8)):
+    harness, start = harness_of(make), 0
     for size in sizes:
-        loss = call(model, harness.batch(range(start, start + size)))
-        loss.backward()
+        call(harness.model, harness.batch(range(start, start + size))).backward()
         start += size
     return harness
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_a_function_of_the_sample_is_cut_by_a_first_batch_of_any_size(size):
-    torch.manual_seed(0)
-    model = Base()
-    model.early.mix = lambda h: F.layer_norm(h, (6,)) * h.amax((1, 2), keepdim=True)
-    harness = run(model, (size, size))
+    mix = lambda h: F.layer_norm(h, (6,)) * h.amax((1, 2), keepdim=True)  # noqa: E731
+    harness = run(type("Own", (Base,), {}, early=lambda: Early(mix)), (size, size))
     assert harness.host.refusals == []
     assert harness.engine.cut is not None
 
 
 def test_rounding_in_a_small_channel_is_not_taken_for_a_dependence():
-    torch.manual_seed(0)
-    model = Base()
-    with torch.no_grad():
-        model.early.linear.weight.mul_(1e3)
-        model.middle.bias[0] = 1e5
-        model.middle.weight[1] *= 1e-5
-    # Cancels to what rounding leaves.
-    model.early.mix = lambda h: (h + 1e4) - 1e4
-    assert run(model).host.refusals == []
+    def make():
+        model = Base()
+        # Cancels to what rounding leaves.
+        model.early = Early(lambda h: (h + 1e4) - 1e4)
+        with torch.no_grad():
+            model.early.linear.weight.mul_(1e3)
+            model.middle.bias[0] = 1e5
+            model.middle.weight[1] *= 1e-5
+        return model
+
+    assert run(make).host.refusals == []
 
 
 # ---- a prefix that counts ---------------------------------------------------------------------
@@ -121,10 +94,7 @@ class Counting(nn.Module):
      ("buffer", "mean"), ("generator", "noise"), ("left behind", "average")],
 )  # fmt: skip
 def test_a_prefix_that_counts_is_refused_by_the_attributes_name(kind, name):
-    torch.manual_seed(0)
-    model = Base()
-    model.early = Counting(kind)
-    (error,) = run(model).host.refusals
+    (error,) = run(type("Own", (Base,), {}, early=lambda: Counting(kind))).host.refusals
     assert f"'early.{name}'" in str(error)
 
 
@@ -143,10 +113,7 @@ class Memo(nn.Module):
 
 
 def test_a_memo_that_settles_is_fine():
-    torch.manual_seed(0)
-    model = Base()
-    model.early = Memo()
-    assert run(model).host.refusals == []
+    assert run(type("Own", (Base,), {}, early=Memo)).host.refusals == []
 
 
 # ---- gradient mode ----------------------------------------------------------------------------
@@ -154,36 +121,24 @@ def test_a_memo_that_settles_is_fine():
 
 class AsksForGrad(Base):
     def forward(self, x):
-        h = self.early(x)
-        if torch.is_grad_enabled():
-            h = h * 2
-        return self.head(torch.tanh(self.middle(h)).mean(1))
+        return self.finish(self.middle(self.early(x) * (1 + torch.is_grad_enabled())))
 
 
 def test_a_prefix_that_asks_whether_autograd_records_is_cut_for_each_answer():
-    torch.manual_seed(0)
-    model = AsksForGrad()
-    freeze(model, "early", "middle")
-    harness = Harness(model, DATA)
-    harness.engine.set_boundary("middle")
-    plain = AsksForGrad()
-    plain.load_state_dict(model.state_dict())
+    harness = harness_of(AsksForGrad)
+    plain = copy.deepcopy(harness.model.eval())
     for n in range(3):
         for ids in (range(8), range(8, 16)):
-            batch = harness.batch(ids)
-            if n == 1:
-                with torch.no_grad():
-                    assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
-            else:
-                assert torch.equal(model(batch["x"]), plain(DATA["x"][list(ids)]))
+            with torch.set_grad_enabled(n != 1):
+                ours = harness.model(harness.batch(ids)["x"])
+                assert torch.equal(ours, plain(DATA["x"][list(ids)]))
     assert harness.host.refusals == []
     modes = {plan.grad_mode for plan in harness.engine._plans.all()}
     assert modes == {True, False}
 
 
 def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
-    torch.manual_seed(0)
-    harness = run(Base())
+    harness = run(Base)
     with torch.no_grad():
         harness.model(harness.batch(range(8))["x"])
     assert harness.engine._plans._num_dry_runs == 1

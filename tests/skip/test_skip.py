@@ -134,7 +134,8 @@ def test_evaluation_and_no_grad_passes_are_served_too():
 
 def test_training_mode_of_the_prefix_survives_train_calls():
     harness = make(frozen=())
-    freeze_only_gradients(harness.model, "stem", "block1")
+    for part in (harness.model.stem, harness.model.block1):
+        part.requires_grad_(False)
     before = harness.model.stem[1].running_mean.clone()
     for _ in range(2):
         harness.model.train()
@@ -142,11 +143,6 @@ def test_training_mode_of_the_prefix_survives_train_calls():
     assert torch.equal(harness.model.stem[1].running_mean, before)
     assert harness.host.num_loads == 1
     assert harness.host.changes == []
-
-
-def freeze_only_gradients(model, *names):
-    for name in names:
-        model.get_submodule(name).requires_grad_(False)
 
 
 def test_the_first_batch_leaves_the_model_and_the_generators_as_a_plain_forward_would():

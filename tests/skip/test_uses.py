@@ -34,35 +34,29 @@ def plan_of(harness):
 # ---- hooks that read features -----------------------------------------------------------------
 
 
+HOOKS = {
+    "forward": lambda m, keep: m.register_forward_hook(lambda m, a, out: keep(out)),
+    "kwargs": lambda m, keep: m.register_forward_hook(
+        lambda m, a, k, out: keep(out), with_kwargs=True
+    ),
+    "pre": lambda m, keep: m.register_forward_pre_hook(lambda m, a: keep(a[0])),
+    "always": lambda m, keep: m.register_forward_hook(
+        lambda m, a, out: keep(out.clone()), always_call=True
+    ),
+}
+
+
 @pytest.mark.parametrize("where", ["early", "early.one", "middle.two", "middle", "late", "head"])
-@pytest.mark.parametrize("kind", ["forward", "kwargs", "pre", "always"])
+@pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_of_the_user_reads_the_real_feature_once_a_step(where, kind):
     harness = harness_of(Net)
     plain = copy.deepcopy(harness.model)
-    seen = {}
-    for name, model in (("ours", harness.model), ("plain", plain)):
-        kept = seen[name] = []
-        module = model.get_submodule(where)
-        if kind == "forward":
-            module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out))
-        elif kind == "kwargs":
-            module.register_forward_hook(
-                lambda m, a, k, out, kept=kept: kept.append(out), with_kwargs=True
-            )
-        elif kind == "pre":
-            module.register_forward_pre_hook(lambda m, a, kept=kept: kept.append(a[0]))
-        else:
-            module.register_forward_hook(
-                lambda m, a, out, kept=kept: kept.append(out.clone()), always_call=True
-            )
-    for n, ids in enumerate(BATCHES * 2):
-        assert_same(
-            step(harness.model, call, harness.batch(ids), n),
-            step(plain, call, harness.plain(ids), n),
-        )
-    assert len(seen["ours"]) == len(seen["plain"]) == 6
-    for ours, theirs in zip(seen["ours"], seen["plain"], strict=True):
-        assert torch.equal(ours, theirs)
+    seen, theirs = [], []
+    HOOKS[kind](harness.model.get_submodule(where), seen.append)
+    HOOKS[kind](plain.get_submodule(where), theirs.append)
+    assert_same_run(harness, call, BATCHES * 2, plain=plain)
+    assert len(seen) == 6
+    assert all(map(torch.equal, seen, theirs))
     assert harness.host.refusals == []
     assert harness.host.num_loads == 3
 
@@ -174,12 +168,7 @@ class Transposing(Net):
 @pytest.mark.parametrize("cls", [Unsqueezing, Transposing])
 def test_shapes_changed_in_place_as_statements_are_followed(cls):
     harness = harness_of(cls)
-    plain = copy.deepcopy(harness.model)
-    for n, ids in enumerate(BATCHES * 2):
-        assert_same(
-            step(harness.model, call, harness.batch(ids), n),
-            step(plain, call, harness.plain(ids), n),
-        )
+    assert_same_run(harness, call, BATCHES * 2)
     assert harness.host.num_loads == 3 or harness.host.refusals
 
 
