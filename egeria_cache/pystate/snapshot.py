@@ -55,6 +55,7 @@ from egeria_cache.pystate.foreign import (
 from egeria_cache.pystate.places import (
     Attributes,
     Cell,
+    Digest,
     Elements,
     Generator,
     Length,
@@ -332,7 +333,7 @@ class Snapshot:
         if whole is not None:
             is_array = isinstance(whole, Elements) and isinstance(value, Tensor | np.ndarray)
             self._left -= value.nbytes if is_array else 0
-            yield whole
+            yield Digest(path, value) if is_array and self._reach.sketches else whole
         if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
             return
         if own_dict(value) is not None or slots_of(value):
@@ -408,6 +409,8 @@ def _same(now: Any, kept: Any) -> bool:
     """Whether something is as it was: holds the same objects, or the same bytes."""
     if now is kept or type(now) is not type(kept):
         return now is kept
+    if type(now) in ATOMS:
+        return bool(now == kept)
     if isinstance(now, dict | list):
         if len(now) != len(kept) or not all(map(is_, now, kept)):
             return False
@@ -421,7 +424,7 @@ def _same(now: Any, kept: Any) -> bool:
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, tuple):
         return len(now) == len(kept) and all(map(_same, now, kept))
-    if isinstance(now, set | bytearray | array) or type(now) in ATOMS:
+    if isinstance(now, set | bytearray | array):
         return bool(now == kept)
     return pickle.dumps(now) == pickle.dumps(kept)
 
