@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from egeria_core import suggest_boundary
+from egeria_core import FreezeController, suggest_boundary
 
 from .tasks import Task, loss_of, make_optimizer
 from .train import evaluate, make_loader
@@ -41,18 +42,27 @@ def suggestion_for(task: Task, directory: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     problem = task.make(task, PROBE_SEED, directory)
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return loss_of(model(batch[0]), batch[1])
+    loader = make_loader(task, problem, PROBE_SEED)
+    batches = list(itertools.islice(loader, task.suggest_steps))
+
+    def train(model: nn.Module, policy: Any) -> None:
+        optimizer = make_optimizer(task, model)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        with FreezeController(model, optimizer, policy=policy, layers=task.layers) as controller:
+            for step in range(task.suggest_steps):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (1 - step / task.suggest_steps)
+                inputs, targets = batches[step % len(batches)]
+                optimizer.zero_grad()
+                loss_of(model(inputs), targets).backward()
+                optimizer.step()
+                controller.step()
 
     found = suggest_boundary(
         problem.model,
-        make_loader(task, problem, PROBE_SEED),
-        loss,
-        optimizer=make_optimizer(task, problem.model),
-        steps=task.suggest_steps,
-        validate=lambda model: evaluate(model, problem, task.metric),
+        train,
+        lambda model: evaluate(model, problem, task.metric),
         higher_is_better=task.higher_is_better,
-        layers=task.layers,
     )
     result = asdict(found) | {"text": str(found)}
     directory.mkdir(parents=True, exist_ok=True)

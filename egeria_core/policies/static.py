@@ -27,6 +27,8 @@ class StaticPolicy(Remembered):
         self.schedule = sorted(dict(pairs).items())
         if self.schedule and self.schedule[0][0] < 0:
             raise ValueError(f"a step of the schedule is negative: {self.schedule[0][0]}")
+        self.boundaries: list[str] = []
+        """Of the layers, as the controller has found them."""
         self._moves: list[tuple[int, int]] = []
 
     def bind(self, boundaries: Sequence[str]) -> None:
@@ -35,6 +37,7 @@ class StaticPolicy(Remembered):
         Raises:
             BoundaryError: A name in the schedule ends no layer, or ends the last one.
         """
+        self.boundaries = list(boundaries)
         index = {name: i + 1 for i, name in enumerate(boundaries)}
         for _, name in self.schedule:
             if name is not None and name not in index:

@@ -242,7 +242,7 @@ AROUND = {
         return (model(inputs).argmax(1) == targets).float().mean().item()
     """,
         """
-    assert suggestion.trials and suggestion.by_validation and suggestion.steps == 200
+    assert suggestion.trials and controller.policy.schedule == [(0, suggestion.boundary)]
     controller.close()
     """,
     ),
