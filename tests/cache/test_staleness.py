@@ -55,10 +55,11 @@ def test_two_loaders_of_one_name_do_not_share_samples(tmp_path, frozen):
         assert cache.stats().hits >= 2 * 2 * 32 - 32
 
 
-def test_an_audit_sees_labels_that_were_edited(tmp_path, frozen, caplog):
-    class Trusted(Images):
-        fingerprint = "always the same, it says"
+class Trusted(Images):
+    fingerprint = "always the same, it says"
 
+
+def test_an_audit_sees_labels_that_were_edited(tmp_path, frozen, caplog):
     data = Trusted(noise=0)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always", audit_rate=1.0) as cache:
         loader = EgeriaLoader(data, 8, cache=cache)
@@ -74,9 +75,6 @@ def test_an_audit_sees_labels_that_were_edited(tmp_path, frozen, caplog):
 
 
 def test_a_reopened_generation_is_compared_with_the_first_batch(tmp_path, frozen, caplog):
-    class Trusted(Images):
-        fingerprint = "always the same, it says"
-
     data = Trusted(noise=0)
     for number in range(2):
         with ActivationCache(frozen, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
@@ -170,9 +168,6 @@ def test_however_low_the_rate_hits_are_audited_as_far_as_that_takes_little_of_th
 
 @pytest.mark.parametrize("move", [lambda x: x.to("cpu"), lambda x: x.float() * 1.0])
 def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_path, caplog, move):
-    class Trusted(Images):
-        fingerprint = "always the same, it says"
-
     data, model = Trusted(noise=0), make_net()
     freeze(model, "layer1")
     with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=1.0) as cache:

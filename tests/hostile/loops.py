@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +63,16 @@ def changed(
 
     loader = run.loader(rows() if data is None else data)
     run.fit(model, loader, epochs, each_epoch=each_epoch, optimizer=optimizer)
+
+
+def one_ahead(loader: Any) -> Iterator[Any]:
+    """Yield each batch when the next one was asked for."""
+    batches = iter(loader)
+    for batch in batches:
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
 
 
 def add_new(optimizer: Any, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from tests.hostile.harness import hostile
-from tests.hostile.loops import trained
+from tests.hostile.loops import one_ahead, trained
 from tests.hostile.nets import (
     Collate,
     Net,
@@ -311,16 +311,6 @@ def strengths(held_in):
 @pytest.fixture
 def _looked_at_with_each_batch(monkeypatch):
     monkeypatch.setattr("egeria_cache.samples.fingerprint.FREE_S", 60.0)
-
-
-def one_ahead(loader):
-    """Yield batches when the next one was asked for."""
-    batches = iter(loader)
-    for batch in batches:
-        for following in batches:
-            yield batch
-            batch = following
-        yield batch
 
 
 @pytest.mark.usefixtures("_looked_at_with_each_batch")

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from tests.hostile.harness import hostile
-from tests.hostile.loops import trained
+from tests.hostile.loops import one_ahead, trained
 from tests.hostile.nets import (
     NUM_SAMPLES,
     ConvNet,
@@ -237,16 +237,6 @@ def by_hand(loader, other):
         yield batch
 
 
-def fetched_ahead(loader, other):
-    for _ in range(4):
-        iterator = iter(loader)
-        ahead = next(iterator)
-        for batch in iterator:
-            yield ahead
-            ahead = batch
-        yield ahead
-
-
 def in_a_thread(loader, other):
     def work(queue):
         for batch in loader:
@@ -263,7 +253,7 @@ def in_a_thread(loader, other):
 
 PASSES = {
     "one iterator": by_hand,
-    "fetched ahead": fetched_ahead,
+    "fetched ahead": lambda loader, other: (b for _ in range(4) for b in one_ahead(loader)),
     "broken off": lambda loader, other: first_two(loader, 6),
     "the first alone": lambda loader, other: (next(iter(loader)) for _ in range(9)),
     "two in step": lambda loader, other: (

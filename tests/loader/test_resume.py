@@ -82,8 +82,7 @@ def through_a_file(state):
 
 def same(left, right):
     assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, left, right))
 
 
 @pytest.mark.parametrize("kind", samplers())
@@ -253,9 +252,7 @@ def test_a_frozen_run_resumed_anywhere_is_the_uninterrupted_one(
     before, hits_before, state = train(directory, until=cut, variants=variants)
     after, hits_after, _ = train(directory, state=state, variants=variants)
     assert hits == 48 * (EPOCHS - variants)
-    torch.testing.assert_close(
-        torch.tensor(before + after), torch.tensor(whole), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
     # The first batch of a process shows what the store holds: it is computed once more.
     assert hits - 8 <= hits_before + hits_after <= hits
 
@@ -270,9 +267,7 @@ def test_a_boundary_set_in_mid_run_keeps_its_versions_through_a_resume(
     assert hits > 0
     before, hits_before, state = train(tmp_path, until=cut, workers=workers[0], **settings)
     after, hits_after, _ = train(tmp_path, state=state, workers=workers[1], **settings)
-    torch.testing.assert_close(
-        torch.tensor(before + after), torch.tensor(whole), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
     # A worker is given its first two batches before the model shows what the store holds.
     assert hits - 8 * (1 + 2 * max(workers)) <= hits_before + hits_after <= hits
 
@@ -282,7 +277,6 @@ def test_a_second_resume_in_one_epoch_goes_on_with_hits(tmp_path, uninterrupted)
     first = train(tmp_path, until=8)
     second = train(tmp_path, until=10, state=first[2])
     third = train(tmp_path, state=second[2])
-    torch.testing.assert_close(
-        torch.tensor(first[0] + second[0] + third[0]), torch.tensor(whole), rtol=1e-5, atol=1e-6
-    )
+    losses = first[0] + second[0] + third[0]
+    torch.testing.assert_close(losses, whole, rtol=1e-5, atol=1e-6)
     assert hits - 16 <= first[1] + second[1] + third[1] <= hits
