@@ -232,12 +232,7 @@ TENSOR, ARRAY = torch.zeros(6), np.zeros(6, np.float32)
 SERVED = {
     "normalised": lambda m, x, y, n: ce(m, (x - MEAN) / STD, y),
     "by numbers": lambda m, x, y, n: ce(m, (x - 0.5) / 2.0, y),
-    "by methods": lambda m, x, y, n: ce(m, x.sub(MEAN).div(STD), y),
-    "affine": lambda m, x, y, n: ce(m, x * STD + MEAN, y),
-    "view": lambda m, x, y, n: ce(m, x.view(len(x), -1), y),
-    "unsqueeze": lambda m, x, y, n: ce(m, x.unsqueeze(1).squeeze(1), y),
     "detached": lambda m, x, y, n: ce(m, x.detach(), y),
-    "sliced whole": lambda m, x, y, n: ce(m, x[:], y),
     "clamped by a schedule": lambda m, x, y, n: ce(m, x.clamp(min=-2.0 if n < 6 else -0.5), y),
     "a constant that is written": lambda m, x, y, n: ce(m, x - constant(n, TENSOR), y),
     "and through numpy": lambda m, x, y, n: ce(m, x - constant(n, ARRAY), y),
