@@ -68,6 +68,16 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """This process is the only rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(params=["rows with the batch", "rows with the batch, read by training", "ring"])
 def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test as on the CPU, with readers and without, and with the ring of other devices."""

@@ -138,7 +138,7 @@ def test_only_what_is_missing_is_computed(directory):
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(directory):
     script = """
-        import sys, time, torch
+        import signal, sys, torch
         from torch.utils.data import Dataset
         from egeria_cache import ActivationCache, EgeriaLoader
         from tests.cache.test_filling import frozen_blocks
@@ -148,7 +148,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(directory):
             def __getitem__(self, index):
                 if index == int(sys.argv[2]):
                     print("halfway", flush=True)
-                    time.sleep(60)  # until it is killed
+                    signal.pause()  # until it is killed
                 g = torch.Generator().manual_seed(index)
                 return torch.randn(6, generator=g), index % 3
 

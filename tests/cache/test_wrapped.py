@@ -4,29 +4,15 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_core import FreezeController
 from egeria_core.policies import StaticPolicy
-from tests.cache.test_auto import Blocks, data, freeze, train
+from tests.cache.test_auto import data, train
+from tests.cache.test_filling import frozen_blocks
 from tests.helpers.steps import take_step
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def frozen_blocks():
-    torch.manual_seed(0)
-    model = Blocks()
-    freeze(model, "stem", "blocks.0", "blocks.1")
-    return model
 
 
 def test_a_compiled_block_answers_to_both_of_its_names(directory):

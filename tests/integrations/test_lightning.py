@@ -171,17 +171,20 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, stop):
     assert hits > 0
 
 
-@pytest.mark.parametrize("frozen_epochs", [1, 2])
-def test_what_backbone_finetuning_unfreezes_is_trained(tmp_path, frozen_epochs):
+@pytest.mark.parametrize(
+    ("boundary", "frozen_epochs"), [("backbone", 2), ("auto", 2), ("backbone", 1)]
+)
+def test_what_backbone_finetuning_unfreezes_is_trained(tmp_path, boundary, frozen_epochs):
     def finetuning():
         return BackboneFinetuning(frozen_epochs, lambda epoch: 1.0, train_bn=False)
 
     model = make(frozen=False)
     with ActivationCache(model, tmp_path, gate="always") as cache:
-        callback = EgeriaCallback(cache, boundary="backbone")
+        callback = EgeriaCallback(cache, boundary=boundary)
         run = trainer(finetuning(), callback, Flush(cache), max_epochs=4)
         run.fit(model, loader(cache))
         assert cache.stats().hits == 48 * (frozen_epochs - 1)
+        assert boundary != "auto" or cache.boundary is None
     assert model.backbone[0].weight.requires_grad
     expected = plain_losses(finetuning(), frozen=False, max_epochs=4)
     assert model.losses == pytest.approx(expected, rel=1e-5)
@@ -265,19 +268,6 @@ def test_a_controller_freezes_on_two_processes_together(tmp_path):
     for rank, expected in zip(ranks, plain, strict=True):
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert rank["hits"] > 0
-
-
-def test_a_boundary_that_follows_what_trains_follows_backbone_finetuning(tmp_path):
-    finetuning = [BackboneFinetuning(2, lambda epoch: 1.0, train_bn=False) for _ in range(2)]
-    model = make(frozen=False)
-    with ActivationCache(model, tmp_path, gate="always") as cache:
-        callback = EgeriaCallback(cache, boundary="auto")
-        run = trainer(finetuning[0], callback, Flush(cache), max_epochs=4)
-        run.fit(model, loader(cache))
-        assert cache.boundary is None
-        assert cache.stats().hits == 48
-    expected = plain_losses(finetuning[1], frozen=False, max_epochs=4)
-    assert model.losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_controller_with_several_optimizers_is_to_be_made_by_hand(tmp_path):

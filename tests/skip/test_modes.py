@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -272,16 +270,6 @@ def test_a_model_compiled_after_attaching_runs_on_and_says_so_at_the_first_batch
 
 
 # ---- wrapped models ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def process_group():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("attach_to", ["wrapper", "module"])
