@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_core import FreezeController
 from egeria_core.policies import StaticPolicy
-from tests.cache.test_auto import data, train
+from tests.cache.test_auto import Blocks, data, train
 from tests.cache.test_filling import frozen_blocks
 from tests.helpers.steps import take_step
 
