@@ -22,32 +22,13 @@ from tests.helpers.core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
 torch.set_num_threads(1)
 
 
-def capture(family: str, layer: int, size: int = 8) -> tuple[nn.Module, list[nn.Module], Probe]:
-    """Train-mode forward of a family's model; the probe of one layer and copies of its modules."""
+def capture(
+    family: str, layer: int, size: int = 8, *, training: bool = True
+) -> tuple[nn.Module, list[nn.Module], Probe, Any]:
+    """A forward of a family's model: the probe of one layer, copies of its modules, its output."""
     torch.manual_seed(0)
     make, kind = FAMILIES[family]
-    model = make()
-    layers = LayerMap(model, None, 7)
-    model(family_batch(kind, 0)[0])
-    layers.resolve()
-    tap = LayerTap(model, [x.modules for x in layers.layers])
-    tap.arm(layer, 6)
-    model(family_batch(kind, 1, size)[0])
-    probe = tap.take()
-    tap.close()
-    assert probe is not None, "the tap did not fire"
-    modules = [model.get_submodule(call.module) for call in probe.calls]
-    return model, copy_modules(modules), probe
-
-
-CASES = [(family, layer) for family in FAMILIES for layer in range(3)]
-
-
-@pytest.mark.parametrize(("family", "layer"), CASES)
-def test_a_replayed_layer_returns_what_the_model_computed(family: str, layer: int) -> None:
-    torch.manual_seed(0)
-    make, kind = FAMILIES[family]
-    model = make().eval()
+    model = make().train(training)
     layers = LayerMap(model, None, 7)
     model(family_batch(kind, 0)[0])
     layers.resolve()
@@ -56,25 +37,34 @@ def test_a_replayed_layer_returns_what_the_model_computed(family: str, layer: in
     returned: list[Any] = []
     last = model.get_submodule(layers.layers[layer].boundary)
     handle = last.register_forward_hook(lambda m, args, output: returned.append(output))
-    model(family_batch(kind, 1)[0])
+    model(family_batch(kind, 1, size)[0])
     handle.remove()
     probe = tap.take()
-    assert probe is not None
+    tap.close()
+    assert probe is not None, "the tap did not fire"
+    modules = [model.get_submodule(call.module) for call in probe.calls]
+    return model, copy_modules(modules), probe, returned[0]
+
+
+CASES = [(family, layer) for family in FAMILIES for layer in range(3)]
+
+
+@pytest.mark.parametrize(("family", "layer"), CASES)
+def test_a_replayed_layer_returns_what_the_model_computed(family: str, layer: int) -> None:
+    model, modules, probe, returned = capture(family, layer, training=False)
     assert probe.num_rows == 6
-    modules = copy_modules([model.get_submodule(call.module) for call in probe.calls])
-    expected = first_activation(returned[0])
+    expected = first_activation(returned)
     assert expected is not None
     assert torch.allclose(run_layer(modules, probe), expected[:6], atol=1e-5)
     assert torch.equal(run_layer(modules, probe), run_layer(modules, probe)), "inputs were mutated"
-    tap.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_modules_that_feed_each_other_are_wired_and_glue_cuts_the_chain() -> None:
-    _, _, probe = capture("mlp", 1)
+    _, _, probe, _ = capture("mlp", 1)
     assert [call.module for call in probe.calls] == ["2", "3"]
     assert isinstance(probe.calls[1].args[0], Wire)
-    _, _, probe = capture("resnet", 0)
+    _, _, probe, _ = capture("resnet", 0)
     # conv1 feeds bn1, but a functional ReLU stands between bn1 and the first block.
     assert [call.module for call in probe.calls] == ["layer1.0", "layer1.1"]
 
@@ -99,7 +89,7 @@ LIMITS = {"fp32": 1e-12, "bf16": 1e-4, "int8-static": 1e-3, "int8-dynamic": 1e-3
     + [("int8-dynamic", f, 1) for f in ("bert", "vit", "encoder_decoder", "mlp")],
 )
 def test_a_reference_stays_close_and_keeps_its_moment(name: str, family: str, layer: int) -> None:
-    _, modules, probe = capture(family, layer)
+    _, modules, probe, _ = capture(family, layer)
     reference: Reference = BUILDERS[name]()
     reference.build(modules, probe)
     assert reference.name == name
@@ -122,7 +112,7 @@ def test_a_reference_stays_close_and_keeps_its_moment(name: str, family: str, la
     + [(f, "int8-dynamic") for f in ("bert", "vit", "encoder_decoder")],
 )
 def test_int8_takes_the_kind_that_suits_the_layer(family: str, expected: str) -> None:
-    _, modules, probe = capture(family, 1)
+    _, modules, probe, _ = capture(family, 1)
     chain = ReferenceChain("int8")
     assert chain.refresh(modules, probe) == []
     assert name_of(chain) == expected
@@ -130,7 +120,7 @@ def test_int8_takes_the_kind_that_suits_the_layer(family: str, expected: str) ->
 
 
 def test_auto_takes_full_precision_where_quantising_cannot_pay() -> None:
-    _, modules, probe = capture("resnet", 0)
+    _, modules, probe, _ = capture("resnet", 0)
     chain = ReferenceChain("auto")
     assert chain.refresh(modules, probe) == []
     assert chain.reference is not None
@@ -149,7 +139,6 @@ class Untraceable(nn.Module):
 
 def test_a_layer_that_cannot_be_traced_falls_back_to_bf16_and_says_why() -> None:
     module = Untraceable().eval()
-    tap = LayerTap(nn.Sequential(module), [["0"]])
     model = nn.Sequential(module)
     tap = LayerTap(model, [["0"]])
     tap.arm(0, 4)
@@ -176,7 +165,7 @@ class Wrong:
 
 
 def test_the_self_check_rejects_a_reference_that_is_another_layer() -> None:
-    _, modules, probe = capture("resnet", 1)
+    _, modules, probe, _ = capture("resnet", 1)
     chain = ReferenceChain("int8")
     chain._others = [Wrong, lambda: FloatReference(torch.float32)]
     (note,) = chain.refresh(modules, probe)
@@ -186,7 +175,7 @@ def test_the_self_check_rejects_a_reference_that_is_another_layer() -> None:
 
 
 def test_noise_that_drowns_the_plasticity_changes_the_reference_at_the_next_refresh() -> None:
-    _, modules, probe = capture("resnet", 1)
+    _, modules, probe, _ = capture("resnet", 1)
     chain = ReferenceChain("int8")
     chain.refresh(modules, probe)
     assert chain.heed(chain.noise * 100) == []
@@ -206,7 +195,7 @@ def test_when_nothing_can_represent_the_layer_the_error_is_the_layers_own() -> N
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError("boom")
 
-    _, _, probe = capture("mlp", 1)
+    _, _, probe, _ = capture("mlp", 1)
     probe.calls = probe.calls[:1]
     with pytest.raises(RuntimeError, match="boom"):
         ReferenceChain("bf16").refresh([Broken()], probe)
@@ -216,7 +205,7 @@ def test_when_nothing_can_represent_the_layer_the_error_is_the_layers_own() -> N
 def test_building_leaves_the_process_as_it_was(kind: ReferenceKind) -> None:
     engine = torch.backends.quantized.engine
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    _, modules, probe = capture("vit", 1)
+    _, modules, probe, _ = capture("vit", 1)
     weights = copy_weights(modules)
     ReferenceChain(kind).refresh(modules, probe)
     assert torch.backends.quantized.engine == engine
@@ -316,6 +305,6 @@ def test_a_cache_of_keys_and_values_is_not_replayed() -> None:
 
 
 def test_only_bert_like_models_need_masks_and_they_come_along() -> None:
-    _, modules, probe = capture("bert", 2)
+    _, modules, probe, _ = capture("bert", 2)
     assert isinstance(modules[0], type(Bert().encoder[0]))
     assert probe.calls[0].kwargs["mask"].shape[0] == 6

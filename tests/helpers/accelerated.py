@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
-import socket
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from tests.helpers.gloo import run_ranks
 
 
 class Net(nn.Module):
@@ -122,28 +122,14 @@ def one_epoch(accelerator, model, optimizer, loader):
 
 
 def in_processes(work, num_processes, *args):
-    """Run `work(rank, *args)` in processes of one group; return what each returned."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run `work(*args)` in processes of one group; return what each returned."""
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            _in_group, (work, num_processes, port, directory, args), nprocs=num_processes
-        )
-        return [
-            pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(num_processes)
-        ]
+        return run_ranks(partial(_in_group, work), num_processes, Path(directory), *args)
 
 
-def _in_group(rank, work, num_processes, port, directory, args):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes),
-        LOCAL_WORLD_SIZE=str(num_processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    Path(directory, str(rank)).write_bytes(pickle.dumps(work(*args)))
-    torch.distributed.destroy_process_group()
+def _in_group(work, rank, *args):
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], ACCELERATE_USE_CPU="true")
+    return work(*args)
 
 
 def train_as(directory, configs):
