@@ -162,7 +162,7 @@ def print_story(console: Console, result: Result, out: Path) -> None:
     for command, what in (
         (f"{_tool('cache-inspect')} {out / 'state' / 'cache-finetune'}", "what the cache holds"),
         (f"{_tool('python')} examples/finetune_text.py", "BERT on text that is padded"),
-        (f"cd examples && {_tool('cache-inspect', '..')} plan digits:ResNet --data digits:images",
+        (f"cd examples && {_tool('cache-inspect', '..')} plan digits:made",
          "where this model could be cut, and what each cut would bring, before any training"),
     ):  # fmt: skip
         # Not wrapped and not coloured: these are to be copied.

@@ -7,13 +7,15 @@ a CIFAR-style ResNet: a stem, three stages of basic blocks with BatchNorm, a lin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Digits", "ResNet", "images"]
+__all__ = ["Digits", "ResNet", "made"]
 
 NUM_TEST = 360
 
@@ -47,9 +49,10 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return (_augment(image) if self.augment else image), self.targets[index]
 
 
-def images() -> Digits:
-    """Return the training part, as `cache-inspect plan` call it: without arguments."""
-    return Digits(train=True)
+def made() -> tuple[nn.Module, DataLoader[Any], Any]:
+    """Return model, loader and step, as `cache-inspect plan` asks for them: without arguments."""
+    loader = DataLoader(Digits(train=True), batch_size=32)
+    return ResNet(), loader, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 
 def _augment(image: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 # # What would it bring me?
 #
 # `cache-inspect plan` measures, before any training, what a cache would hold and save at each
-# place where your model can be cut. It takes a function that returns the model and one that returns
-# the data.
+# place where your model can be cut. It takes a function that returns what your training script
+# makes: the model, the loader, and a step that gives the loss.
 
 # %%
 import json
@@ -18,7 +18,7 @@ folder = Path(tempfile.mkdtemp())
 (folder / "mine.py").write_text("""
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 def block(inputs, outputs, stride=1):
     return nn.Sequential(
@@ -31,8 +31,13 @@ def make_model():
         nn.Flatten(), nn.Linear(128 * 16, 10),
     )
 
-def make_data():
-    return TensorDataset(torch.rand(20_000, 3, 32, 32), torch.arange(20_000) % 10)
+def make():
+    data = TensorDataset(torch.rand(20_000, 3, 32, 32), torch.arange(20_000) % 10)
+    return make_model(), DataLoader(data, batch_size=32), step
+
+def step(model, batch):
+    images, targets = batch
+    return nn.functional.cross_entropy(model(images), targets)
 """)
 
 # %% [markdown]
@@ -41,8 +46,8 @@ def make_data():
 
 # %%
 command = [
-    sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make_model", "--data",
-    "mine:make_data", "--batch-size", "32", "--boundaries", "^[135]$", "--json",
+    sys.executable, "-m", "egeria_cache.inspect", "plan", "mine:make", "--boundaries", "^[135]$",
+    "--json",
 ]  # fmt: skip
 told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
 plan = json.loads(told.stdout)

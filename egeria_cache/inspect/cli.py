@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="cache-inspect",
         description="Show, check and clean Egeria's caches: directories that keep, per training "
         "sample, the output of a model's frozen front, so that training need not compute it again.",
-        epilog="Before any training, instead of DIR: plan MODEL_FACTORY --data DATASET_FACTORY "
-        "measures what a cache would bring (see plan --help). "
+        epilog="Before any training, instead of DIR: plan FACTORY measures what a cache would "
+        "bring (see plan --help). "
         "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")

@@ -17,23 +17,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from egeria_cache.cache import ActivationCache
-from egeria_cache.device import default_device, synchronize
+from egeria_cache.device import synchronize
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect.words import print_json, table
 from egeria_cache.loader import EgeriaLoader
-from egeria_cache.skip import CallError, Candidate, candidates, ordinary_arguments
+from egeria_cache.skip import Candidate, candidates
 from egeria_cache.tables import size
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -42,42 +41,6 @@ NUM_SAMPLES = 64
 """To measure with, spread evenly over the data set; at least two batches are taken."""
 MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 3, 60, 2.0
 """The batches are trained on, with and without the cache in turn, for so long at each boundary."""
-
-
-class StepError(ValueError):
-    """A batch does not fit the model, as far as can be told; says what to do."""
-
-
-def ordinary_step(model: nn.Module, batch: Any) -> Tensor:
-    """Call the model with what its forward requires of the batch, and return a loss.
-
-    The loss is the model's own (`output.loss`), else the mean square of its outputs: what a step
-    costs hardly depends on it.
-
-    Raises:
-        StepError: The batch does not fit, or nothing in the output can be differentiated.
-    """
-    try:
-        arguments, by_name = ordinary_arguments(model, batch)
-    except CallError as error:
-        raise StepError(
-            f"{error}; pass --step package.module:callable, called with (model, batch)"
-        ) from None
-    output = model(*arguments, **by_name)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.requires_grad:
-        return own.mean()
-    terms = [
-        leaf.float().square().mean()
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not terms:
-        raise StepError(
-            f"nothing that {type(model).__name__} returns can be differentiated; pass --step "
-            "package.module:callable, called with (model, batch), which returns the loss"
-        )
-    return torch.stack(terms).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,29 +106,20 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module,
-    data: Any,
-    *,
-    batch_size: int = 32,
-    step: Step = ordinary_step,
-    device: torch.device | None = None,
-    boundaries: str | None = None,
+    model: nn.Module, loader: DataLoader[Any], step: Step, *, boundaries: str | None = None
 ) -> Forecast:
-    """Measure every candidate boundary of `model` on samples of `data`.
+    """Measure every candidate boundary of `model` on samples of a loader.
 
     Args:
-        model: As it would be trained; its weights stay as they are.
-        data: A map-style data set, or a DataLoader, whose data set and collate function are taken.
-        batch_size: Of the training.
+        model: As it would be trained, on its device; its weights stay as they are.
+        loader: Its data set, its batch size and its collate function are taken.
         step: Called with (model, batch), returns the loss.
-        device: Where to measure; None: where the training would run.
         boundaries: Regular expression of the modules to try; None: the model's blocks.
 
     Raises:
         ValueError: Data or model cannot be used like this; the message says what to do.
     """
-    device = default_device() if device is None else device
-    trial = _Trial(model, data, batch_size, step, device)
+    trial = _Trial(model.train(), loader, step)
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # refusals go into the forecast, not to the log as well
     try:
@@ -174,7 +128,7 @@ def forecast(
         logging.disable(disabled)
     return Forecast(
         model=type(model).__name__,
-        device=str(device),
+        device=str(trial.device),
         batch_size=trial.batch_size,
         num_measured=len(trial.indices),
         num_samples=len(trial.dataset),
@@ -185,44 +139,41 @@ def forecast(
 class _Trial:
     """One model, and a few batches of its data."""
 
-    def __init__(
-        self, model: nn.Module, data: Any, batch_size: int, step: Step, device: torch.device
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
-        self.step, self.device = step, device
-        self.dataset, self.collate = _sized(data)
-        self.batch_size = min(batch_size, len(self.dataset))
-        count = min(max(NUM_SAMPLES, 2 * self.batch_size), len(self.dataset))
+    def __init__(self, model: nn.Module, loader: DataLoader[Any], step: Step) -> None:
+        self.model, self.step = model, step
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.dataset: Any = loader.dataset
+        if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
+            raise ValueError(
+                f"the data, of type {type(self.dataset).__name__}, cannot be cached: its samples "
+                "have no addresses; give a map-style data set, with __getitem__ and __len__"
+            )
+        num_samples = len(self.dataset)
+        if num_samples < 2:
+            raise ValueError(f"the data set holds {num_samples} samples; 2 are needed")
+        own = getattr(loader.batch_sampler, "batch_size", None) or 1
+        self.batch_size = min(own, num_samples)
+        count = min(max(NUM_SAMPLES, 2 * self.batch_size), num_samples)
         count -= count % self.batch_size
-        self.indices = [int(one) for one in np.linspace(0, len(self.dataset) - 1, count)]
-        loader = DataLoader(self.dataset, self.batch_size, sampler=self.indices, **self.collate)
-        self.batches = [self._moved(batch) for batch in loader]
-        self.model = model.to(device).train()
-
-    def _moved(self, batch: Any) -> Any:
-        """Bring a batch to the device; its tensors go on knowing their samples."""
-        if isinstance(batch, Mapping):
-            batch = dict(batch)
-        to = self.device
-        return tree_map(lambda leaf: leaf.to(to) if isinstance(leaf, Tensor) else leaf, batch)
+        self.indices = [int(one) for one in np.linspace(0, num_samples - 1, count)]
+        self.options: dict[str, Any] = {
+            "sampler": self.indices, "collate_fn": loader.collate_fn
+        }  # fmt: skip
+        self.batches = list(DataLoader(self.dataset, self.batch_size, **self.options))
 
     def candidates(self, boundaries: str | None) -> list[Candidate]:
-        """Where to try; one forward shows it, and whether the model takes such a batch at all."""
+        """Where to try; one forward shows it, and whether the step takes such a batch at all."""
 
         def run() -> None:
             try:
-                self.step(self.model, self.batches[0])
-            except StepError:
-                raise
+                loss = self.step(self.model, self.batches[0])
             except Exception as error:
-                leaves = tree_leaves(self.batches[0])
-                shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                raise ValueError(f"step(model, batch) failed: {_named(error)}") from error
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise ValueError(
-                    f"{type(self.model).__name__} cannot be trained on a batch of shapes {shapes}: "
-                    f"{_named(error)}; --step package.module:callable, called with (model, batch), "
-                    "can say how"
-                ) from error
+                    f"step(model, batch) returned a {type(loss).__name__}; it must return the loss,"
+                    " a scalar that can be differentiated"
+                )
 
         return candidates(self.model, run, boundaries)
 
@@ -244,12 +195,11 @@ class _Trial:
 
     def _measure(self, place: Candidate, cache: ActivationCache) -> Prospect:
         loader = EgeriaLoader(
-            self.dataset, self.batch_size, sampler=self.indices, cache=cache, reuse=None,
-            **self.collate,
-        )  # fmt: skip
+            self.dataset, self.batch_size, cache=cache, reuse=None, **self.options
+        )
         # A rate of 0: the weights stay, the work is done.
         optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.0)
-        self._train(map(self._moved, loader), optimizer)
+        self._train(loader, optimizer)
         cache.flush()
         if cache.stats().num_samples < len(self.indices):
             return Prospect(boundary=place.boundary, refused=_why_not(cache, "stored"))
@@ -262,7 +212,7 @@ class _Trial:
                 break
             plain += self._train(self.batches, optimizer)
             hits = cache.stats().hits
-            served += self._train(map(self._moved, loader), optimizer)
+            served += self._train(loader, optimizer)
             if cache.stats().hits - hits < len(self.indices):
                 return Prospect(boundary=place.boundary, refused=_why_not(cache, "served"))
         batch_s = statistics.median(plain)
@@ -294,23 +244,6 @@ class _Trial:
         return time.perf_counter()
 
 
-def _sized(data: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the data set and the arguments of a loader that come with it."""
-    dataset, more = data, {}
-    if isinstance(data, DataLoader):
-        dataset, more = data.dataset, {"collate_fn": data.collate_fn}
-    kind = type(dataset).__name__
-    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not is_map:
-        raise ValueError(
-            f"the data, of type {kind}, cannot be cached: its samples have no addresses; give a "
-            "map-style data set, with __getitem__ and __len__"
-        )
-    if len(dataset) < 2:
-        raise ValueError(f"the data set, a {kind}, holds {len(dataset)} samples; 2 are needed")
-    return dataset, more
-
-
 @contextmanager
 def _frozen(model: nn.Module, place: Candidate) -> Iterator[None]:
     """Freeze what a boundary freezes, and thaw it again."""
@@ -336,23 +269,19 @@ def plan(argv: list[str]) -> int:
     """Run `cache-inspect plan` with the arguments behind that word; return 0.
 
     Raises:
-        ValueError: A factory, the model or the data cannot be used; says what to do.
+        ValueError: What was made cannot be used; says what to do.
         SystemExit: argparse has printed help, or a mistake.
     """
     options = _parser().parse_args(argv)
-    model = _make("MODEL_FACTORY", options.model)
-    if not isinstance(model, nn.Module):
+    made = _made(options.factory)
+    model, loader, step = made if isinstance(made, tuple) and len(made) == 3 else (made, None, None)
+    if not (isinstance(model, nn.Module) and isinstance(loader, DataLoader) and callable(step)):
         raise ValueError(
-            f"MODEL_FACTORY {options.model!r} returned a {type(model).__name__}; it must return "
-            "the model, a torch.nn.Module"
+            f"{options.factory!r} returned a {type(made).__name__}; it must return (model, loader, "
+            "step): a torch.nn.Module, a DataLoader, and a function of (model, batch) that returns "
+            "the loss"
         )
-    step = ordinary_step if options.step is None else _find("--step", options.step)
-    device = _device_of_name(options.device)
-    data = _make("--data", options.data)
-    found = forecast(
-        model, data, batch_size=options.batch_size, step=step, device=device,
-        boundaries=options.boundaries,
-    )  # fmt: skip
+    found = forecast(model, loader, step, boundaries=options.boundaries)
     if options.json:
         print_json(found.as_json())
     else:
@@ -364,21 +293,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cache-inspect plan",
         description="Measure, per possible boundary, what a cache would hold and save.",
-        epilog="MODEL_FACTORY and DATASET_FACTORY are package.module:callable, called without "
-        "arguments; the current directory is searched first.",
     )
-    parser.add_argument("model", metavar="MODEL_FACTORY", help="returns the model with its weights")
     parser.add_argument(
-        "--data", metavar="DATASET_FACTORY", required=True,
-        help="returns a map-style data set, or a DataLoader with its collate function",
-    )  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="default 32")
-    parser.add_argument(
-        "--step", metavar="STEP", help="package.module:callable, (model, batch) -> loss; default: "
-        "the inputs that the forward requires, and the model's own loss or its mean square",
+        "factory", metavar="FACTORY", help="package.module:callable, called without arguments; "
+        "returns (model, loader, step), and step(model, batch) the loss; the current directory is "
+        "searched first",
     )  # fmt: skip
     parser.add_argument("--boundaries", metavar="REGEX", help="try the modules with such names")
-    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     return parser
 
@@ -411,39 +332,22 @@ def _shown(found: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _find(what: str, text: str) -> Callable[..., Any]:
-    """Return the callable that `text` names; the current directory is searched first.
+def _made(text: str) -> Any:
+    """Return what the callable that `text` names returns; the current directory is searched first.
 
     Raises:
-        ValueError: Not of the form "package.module:callable", or it cannot be had; says why.
+        ValueError: Not of the form "package.module:callable", or it fails; says why.
     """
     if not all(text.partition(":")):
-        raise ValueError(
-            f"{what} {text!r} is not of the form package.module:callable, such as "
-            "models.resnet:make_model"
-        )
+        raise ValueError(f"{text!r} is not of the form package.module:callable, such as train:make")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = pkgutil.resolve_name(text)
+        return pkgutil.resolve_name(text)()
     except Exception as error:
         raise ValueError(
-            f"{what} {text!r}: {_named(error)}; it is looked for in {os.getcwd()} and among the "
-            "installed packages"
-        ) from error
-    if not callable(found):
-        raise ValueError(f"{what} {text!r} is a {type(found).__name__}, which cannot be called")
-    return cast(Callable[..., Any], found)
-
-
-def _make(what: str, text: str) -> Any:
-    """Return what the named callable returns, called without arguments."""
-    factory = _find(what, text)
-    try:
-        return factory()
-    except Exception as error:
-        raise ValueError(
-            f"{what} {text!r}, called without arguments, failed: {_named(error)}"
+            f"{text!r}, called without arguments, failed: {_named(error)}; it is looked for in "
+            f"{os.getcwd()} and among the installed packages"
         ) from error
 
 
@@ -453,14 +357,3 @@ def _named(error: Exception) -> str:
     frames = [frame for frame in frames if "importlib" not in frame.filename] or frames
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-def _device_of_name(name: str | None) -> torch.device | None:
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name!r} cannot be used: {error}") from error
-    return device

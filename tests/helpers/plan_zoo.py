@@ -110,30 +110,65 @@ class Stream(IterableDataset):
         yield torch.zeros(1)
 
 
-def cnn():
+def cnn_model():
     torch.manual_seed(0)
     return Cnn()
 
 
-def transformer():
+def transformer_model():
     torch.manual_seed(0)
     return Transformer()
+
+
+def classified(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def read(model, batch):
+    return model(input_ids=batch["input_ids"], labels=batch["labels"])["loss"]
+
+
+def cnn():
+    return cnn_model(), DataLoader(Images(), 4), classified
+
+
+def noisy():
+    return cnn_model(), DataLoader(Noisy(), 4), classified
+
+
+def restless():
+    return cnn_model(), DataLoader(Restless(), 4), classified
+
+
+def mixing():
+    return Mixing(), DataLoader(Images(), 4), lambda model, batch: model(batch[0]).square().mean()
+
+
+def streamed():
+    return cnn_model(), DataLoader(Stream(), 4), classified
+
+
+def transformer():
+    return transformer_model(), DataLoader(Texts(), 4), read
+
+
+def mistaken():
+    return cnn_model(), DataLoader(Texts(), 4), classified
+
+
+def silent():
+    return cnn_model(), DataLoader(Images(), 4), lambda model, batch: None
 
 
 def collated():
     def collate(samples):
         return [image for image, _ in samples], len(samples)
 
-    return DataLoader(Images(), collate_fn=collate)
+    def step(model, batch):
+        return model(torch.stack(batch[0])).square().mean()
 
-
-def step(model, batch):
-    images, _ = batch
-    return model(torch.stack(images)).square().mean()
-
-
-def logits_only(model, batch):
-    return model(batch["input_ids"])["logits"].square().mean()
+    return cnn_model(), DataLoader(Images(), 4, collate_fn=collate), step
 
 
 def fails():
