@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,16 +158,9 @@ def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
     assert "rank 1 has 1 frozen layers and rank 0 has 0" in ranks[1]["disagreement"]
 
 
-@pytest.fixture
-def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("options", [{}, OPTIONS["bucket_view"], OPTIONS["static_graph"]])
 def test_a_rebuilt_wrapper_reduces_what_is_trainable(
-    alone_in_a_group: None, options: dict[str, Any]
+    process_group: None, options: dict[str, Any]
 ) -> None:
     ddp = DistributedDataParallel(make_model(), **options)
     counter = {"calls": 0}
@@ -218,7 +209,7 @@ bytes_seen.__annotations__ = halve.__annotations__
     ids=str,
 )
 def test_hooks_and_buckets_see_exactly_the_active_parameters(
-    alone_in_a_group: None, options: dict[str, Any], no_sync: bool
+    process_group: None, options: dict[str, Any], no_sync: bool
 ) -> None:
     if no_sync and options.get("static_graph"):
         pytest.skip("PyTorch: a static graph is synchronised at every step")
@@ -250,7 +241,7 @@ def test_hooks_and_buckets_see_exactly_the_active_parameters(
     torch._dynamo.reset()
 
 
-def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(alone_in_a_group: None) -> None:
+def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(process_group: None) -> None:
     ddp = DistributedDataParallel(make_model())
     state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powersgd.powerSGD_hook)

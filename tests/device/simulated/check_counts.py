@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.cache import engine_callbacks
 from egeria_cache.prefetch import prefetcher
+from egeria_cache.store import has_kernel
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
@@ -140,6 +141,7 @@ def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
     assert run[2].hits == 3 * ROWS
 
 
+@pytest.mark.skipif(not has_kernel(), reason="rows that are read one by one lie in plain memory")
 @pytest.mark.parametrize("ring_batches", [1, 3])
 def test_with_more_samples_than_slots_each_row_crosses_once_an_epoch(
     tmp_path, monkeypatch, ring_batches
