@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples.fingerprint import NUM_AGAIN
 from tests.helpers.runs import assert_same, run
+from tests.hostile.loops import one_ahead
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -66,15 +67,7 @@ class OneAhead:
         self.loader = loader
 
     def __iter__(self):
-        iterator = iter(self.loader)
-        try:
-            current = next(iterator)
-        except StopIteration:
-            return
-        for coming in iterator:
-            yield current
-            current = coming
-        yield current
+        return one_ahead(self.loader)
 
 
 @pytest.mark.parametrize("moves", [None, {9: "layer2", 14: None}])

@@ -1,7 +1,5 @@
 """A small network, a data set with random augmentation, and a plain training loop to compare."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -98,7 +96,3 @@ def train_steps(model, loader, optimizer, epochs=1, on_step=None):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def twin(model):
-    return copy.deepcopy(model)

@@ -69,7 +69,6 @@ def test_decoding_arbitrary_bytes_gives_an_id_or_a_value_error(blob):
     assert blob[:1] in (b"i", b"s", b"t", b"h")
 
 
-FLUSH_S = 30
 SHAPES = [(5,), (6, 7), (3, 4, 5), (2, 3, 4, 5), ()]
 
 

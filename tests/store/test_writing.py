@@ -21,9 +21,6 @@ from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
 from tests.store.conftest import counted, keep, random_rows
 
-FLUSH_S = 30
-DEADLINE_S = 60
-
 
 def assert_stored(generation, ids, width=300):
     got, hit = generation.get_batch(ids)
