@@ -69,9 +69,11 @@ def look(
         with Attempt():
             together = sample_print(collate(some))
             break
-    after = Portrait(roots, thorough=False)
-    paths = (*before.prints, *after.prints)
-    moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
+    moved = frozenset[str]()
+    if before.has_moved():
+        after = Portrait(roots, thorough=False)
+        paths = (*before.prints, *after.prints)
+        moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
     return Look(prints, together, moved)
 
 
@@ -210,6 +212,7 @@ class Fingerprint:
         digest, own = xxhash.xxh3_128(), None
         started = time.perf_counter()
         self._portraits = Portrait(self._roots, thorough=False), Portrait(self._roots)
+        self._glance = self._portraits[0]
         self._prints, self._seen, self._shown = {}, None, Look([], None, frozenset())
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful
