@@ -10,7 +10,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 """
 
 from egeria_cache.pystate.bytecode import attributes_of, names_in
-from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, reached
+from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, is_value, reached
 from egeria_cache.pystate.content import Content, describe, digest, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
 from egeria_cache.pystate.foreign import (
@@ -73,6 +73,7 @@ __all__ = [
     "is_put_back",
     "is_settings",
     "is_shared",
+    "is_value",
     "names_in",
     "outside_state",
     "own_attributes",

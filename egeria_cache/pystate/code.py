@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import (
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -41,7 +42,10 @@ _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
 _READS = ("__getattr__", "__getitem__")
 """What an object that has them runs when it is read, under whatever name."""
-_PLAIN = (bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor)
+_PLAIN = (
+    bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor, functools.partial,
+    FunctionType, MethodType, functools._lru_cache_wrapper,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -51,16 +55,22 @@ class Code:
     functions: dict[int, FunctionType] = field(default_factory=dict)
     """By id, in the order in which they were found."""
     globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """(globals of a function, name in it) of plain values, functions, settings."""
+    """(globals of a function, name in it)."""
     named: list[tuple[type, str]] = field(default_factory=list)
     """(class of a module, name that its code finds in it)."""
     cells: list[Any] = field(default_factory=list)
-    """Closure cells that hold plain values or settings."""
+    """Closure cells."""
     names: frozenset[str] = frozenset()
     """All names in it, those of attributes as well."""
+    until: Mapping[CodeType, int] = field(default_factory=dict)
+    """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What of this decides nothing: by id of a cell or a container, or (id of globals, of a class
     or of an object, name)."""
+
+    def names_in(self, function: FunctionType) -> Names:
+        """Return the names in one of its functions, as far as that counts."""
+        return names_in(function.__code__, self.until.get(function.__code__))
 
     def digest(self) -> str:
         """Return a hash of all code, with defaults and the values that it names."""
@@ -73,7 +83,7 @@ class Code:
             total.update(name.encode() + self._describe(scope.get(name)))
         for owner, name in self.named:
             value = in_class(owner, name)
-            if _is_value(value):
+            if is_value(value):
                 total.update(f"{owner.__qualname__}.{name}".encode() + describe(value))
         for cell in self.cells:
             total.update(self._describe(cell.cell_contents))
@@ -81,7 +91,7 @@ class Code:
 
     def _describe(self, value: Any) -> bytes:
         if not has_settings(value):
-            return describe(value)
+            return describe(value if is_value(value) or not own_attributes(value) else type(value))
         kind = value if isinstance(value, type) else type(value)
         found = {name: in_class(kind, name) for name in self.in_class_of(value)}
         return describe((kind, found, self.held(value)))
@@ -109,10 +119,11 @@ def reached(
     modules: Iterable[nn.Module],
     functions: Iterable[Any] = (),
     unread: Mapping[Any, Any] = MappingProxyType({}),
+    until: Mapping[CodeType, int] = MappingProxyType({}),
 ) -> Code:
     """Follow the forwards of these modules, and further callables (hooks)."""
     modules = list(modules)
-    code, seen = Code(unread=unread), set[tuple[int, type | None]]()
+    code, seen = Code(unread=unread, until=until), set[tuple[int, type | None]]()
     pending: list[tuple[FunctionType, type | None]] = []
     for module in modules:
         for name in entries(module):
@@ -128,12 +139,12 @@ def reached(
         seen.add((id(function), owner))
         code.functions.setdefault(id(function), function)
         pending += _named(function, owner, code)
-    used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
+    used = {name for one in code.functions.values() for name in code.names_in(one).all}
     code.names = frozenset(used)
     code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
     for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
-        plain = (name for name in sorted(used) if _is_value(in_class(kind, name)))
+        plain = (name for name in sorted(used) if is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
     code.named = [(kind, name) for kind, name in code.named if code.reads_of(kind, name)]
     return code
@@ -143,7 +154,7 @@ def _named(
     function: FunctionType, owner: type | None, code: Code
 ) -> Iterator[tuple[FunctionType, type | None]]:
     """Yield the functions that one names; note the plain values."""
-    scope, names = function.__globals__, names_in(function.__code__)
+    scope, names = function.__globals__, code.names_in(function)
     for name in names.all if owner is not None else ():
         value = in_class(owner, name)  # type: ignore[arg-type]
         if value is not None and (owner, name) not in code.named:
@@ -151,11 +162,9 @@ def _named(
         for found in _functions(value):
             yield found, owner
     for space, name in _globals(scope, names):
-        value = space.get(name)
-        is_code = isinstance(value, FunctionType | MethodType | functools.partial)
-        if is_code or has_settings(value) or _is_value(value):
+        if name in space:
             code.globals.append((space, name))
-            yield from _run_by(value, names)
+            yield from _run_by(space[name], names)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
@@ -164,14 +173,16 @@ def _named(
             continue
         if name not in names.free:
             continue
-        if _is_value(value) or has_settings(value):
-            code.cells.append(cell)
+        code.cells.append(cell)
         for found, kind in _run_by(value, names):
             yield found, kind or owner
 
 
 def _run_by(value: Any, names: Names) -> Iterator[tuple[FunctionType, type | None]]:
     """Yield the functions that some code may run of what it names."""
+    if isinstance(value, nn.Module):
+        for found in _functions(type(value).forward):
+            yield found, type(value)
     if not has_settings(value):
         for found in _functions(value):
             yield found, None
@@ -189,7 +200,7 @@ def has_settings(value: Any) -> bool:
         is_library(kind.__module__) and kind not in (SimpleNamespace, Namespace)
     ):
         return False
-    return isinstance(value, type) or not (is_foreign(value) or _is_value(value))
+    return isinstance(value, type) or not (is_foreign(value) or is_value(value))
 
 
 def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
@@ -211,7 +222,8 @@ def _globals(scope: dict[str, Any], names: Names) -> Iterator[tuple[dict[str, An
             yield from ((vars(value), other) for other in names.all if other in vars(value))
 
 
-def _is_value(value: Any) -> bool:
+def is_value(value: Any) -> bool:
+    """Whether all that it holds is looked at; of other things that are no settings, which it is."""
     return isinstance(value, _PLAIN) or outside_state(value) is not None
 
 

@@ -233,9 +233,9 @@ class Snapshot:
                 return True
         return False
 
-    def now(self) -> list[Any]:
-        """Return what they are like by now."""
-        return [self._lent(place, place.read(place.where)) for place in self.places]
+    def now(self, of: Callable[[Any], Any] = lambda where: where) -> list[Any]:
+        """Return what they, or the copies `of` them, are like by now."""
+        return [self._lent(place, place.read(of(place.where))) for place in self.places]
 
     def moved(self, once: list[Any], twice: list[Any]) -> Iterator[Moved]:
         """Yield what differs between two such times, and can be put ahead."""

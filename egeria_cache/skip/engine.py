@@ -624,6 +624,7 @@ class SkipEngine:
         if not self.host.audit_leaves(call.batch, mask, loaded):
             return False
         fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
+        self._settle(source)
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
@@ -783,8 +784,9 @@ class SkipEngine:
 
     def _settle(self, plan: ReplayPlan) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
-        if plan.guard is not None:
-            plan.guard.settle()
+        for guard in (plan.guard, *self._plans.guards()):
+            if guard is not None:
+                guard.settle()
 
     # ---- the boundary -------------------------------------------------------------------------
 
@@ -917,7 +919,7 @@ class SkipEngine:
         around = plan.around()
         modules = [*plan.ancestors, *(module for _, module in skipped)]
         functions = [*hooks_of(modules), *plan.stored_functions()]
-        code = reached(modules, functions, plan.unread)
+        code = reached(modules, functions, plan.unread, plan.until)
         plan.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, Tokens, images, layered, net, rows, sentences
-from tests.hostile.places import COUNTERS, ELSEWHERE, HELD, REPLACED, TABLE, Config, scale
+from tests.hostile.places import COUNTERS, ELSEWHERE, HELD, REPLACED, TABLE, Config, cell, scale
 
 # ---- a number that the front reads, wherever it lies ------------------------------------------
 
@@ -122,7 +122,100 @@ def test_what_the_model_notes_of_each_batch_is_no_change(run, note):
     trained(run, model=net(front=front, noted=None, table={}), batch_size=7, epochs=4)
 
 
-@hostile(over=HELD | ELSEWHERE, cases=6)
+def found_in_a_closure(one, other, use):
+    """What is no number, and decides one."""
+    return (
+        lambda k: cell(one if k == 1 else other), lambda at: use(at()),
+        lambda at, k: at.write(one if k == 1 else other),
+    )  # fmt: skip
+
+
+def kept(k):
+    """Return what gives the one tensor that it keeps."""
+    found = functools.lru_cache(lambda: torch.full((1,), k))
+    found()
+    return found
+
+
+NAMED = {
+    "a library's function": found_in_a_closure(torch.exp, torch.exp2, lambda f: f(torch.ones(1))),
+    "a function": found_in_a_closure(lambda: 1.0, lambda: 2.0, lambda f: f()),
+    "a dtype": found_in_a_closure(torch.float64, torch.int8, lambda t: torch.tensor(1.5).to(t)),
+    "a class": found_in_a_closure(nn.Tanh, nn.Sigmoid, lambda kind: kind()(torch.ones(1))),
+    "nothing yet": found_in_a_closure(None, 2.0, lambda k: k or 1.0),
+    "a list in a partial": (
+        lambda k: functools.partial(lambda f: f[0], [k]), lambda at: at(),
+        lambda at, k: at.args[0].__setitem__(0, k),
+    ),
+    "a keyword of a partial": (
+        lambda k: functools.partial(dict, k=k), lambda at: at()["k"],
+        lambda at, k: at.keywords.update(k=k),
+    ),
+    "a tensor that is kept for a function": (
+        kept, lambda at: at(), lambda at, k: at().fill_(k),
+    ),
+    "weights that are no child's": (
+        lambda k: nn.Linear(2, 2).requires_grad_(False), lambda at: at.weight.sum(),
+        lambda at, k: nn.init.constant_(at.weight, k),
+    ),
+}  # fmt: skip
+"""What code of the front names, of any kind."""
+
+
+def masked(model, x):
+    if len(x) not in model.masks:
+        model.masks[len(x)] = torch.ones(len(x), 1)
+    return model.middle(torch.tanh(model.early(x)) * model.masks[len(x)])
+
+
+@hostile(silent=True)
+def test_a_mask_that_the_front_keeps_by_size_is_no_change(run):
+    """Also where a comparison has run it on other sizes."""
+    trained(run, model=net(front=masked, masks={}), data=rows(21), epochs=4)
+
+
+BEHIND = {
+    "called behind": lambda m, x: m.back(m.front(x)) * TABLE["scale"],
+    "called around it": lambda m, x: m.late_scale(m.front(x)),
+    "of a function of its own": lambda m, x: scaled_head(m, m.front(x)),
+}
+
+
+def scaled_head(model, h):
+    return model.back(h) * TABLE["scale"]
+
+
+@hostile(over=BEHIND, silent=True)
+def test_what_only_the_head_reads_is_no_change_of_the_front(run, forward):
+    model = net(forward=forward)
+    type(model).late_scale = scaled_head
+    each_step = lambda m, step: TABLE.update(scale=1.0 + 0.01 * step)  # noqa: E731
+    try:
+        trained(run, model=model, each_step=each_step, epochs=4)
+    finally:
+        TABLE.update(scale=1.0)
+
+
+BOTH = {
+    "in a branch behind the call": lambda m, x: (
+        m.back(m.front(x)) if TABLE["scale"] == 1 else m.back(m.front(x * TABLE["scale"]))
+    ),
+    "in a loop": lambda m, x: functools.reduce(
+        lambda h, part: part(h) * TABLE["scale"], (m.early, m.middle, m.late, m.head), x
+    ),
+}
+
+
+@hostile(over=BOTH)
+def test_what_the_front_reads_behind_the_call_as_well_is_obeyed(run, forward):
+    TABLE.update(scale=1.0)
+    try:
+        changed(run, lambda m: TABLE.update(scale=2.0), net(forward=forward))
+    finally:
+        TABLE.update(scale=1.0)
+
+
+@hostile(over=HELD | ELSEWHERE | NAMED, cases=6)
 def test_a_number_that_the_front_reads_wherever_it_lies(run, make, read, write):
     at = make(1.0)
     changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
@@ -142,14 +235,6 @@ FOUND_LATE = {
     ),
     "function in a module": (
         lambda: None, lambda at: MODULE.scale(), lambda at, k: setattr(MODULE, "scale", lambda: k),
-    ),
-    "list in a partial": (
-        lambda: functools.partial(lambda f: f[0], [1.0]), lambda at: at(),
-        lambda at, k: at.args[0].__setitem__(0, k),
-    ),
-    "weights that are no child's": (
-        lambda: nn.Linear(2, 2), lambda at: at.weight.detach().sum(),
-        lambda at, k: nn.init.constant_(at.weight, k),
     ),
     "flag of torch": (
         lambda: None, lambda at: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
@@ -447,6 +532,12 @@ def made_at_once(model):
 
 
 KINDS = ("a list", "a table", "an object", "a list that grows", "a set", "a tensor in an object")
+OUTSIDE = (
+    "an array of Python's", "ctypes", "bytes", "bytes that grow", "a set", "an iterator",
+    "a context", "the environment", "a table",
+)  # fmt: skip
+
+
 HELD_COUNTS = {
     **{
         kind: (COUNTERS[kind][0], lambda model, tick=COUNTERS[kind][1]: tick(model.held))
@@ -465,6 +556,13 @@ def test_whatever_the_model_counts_its_calls_in(run, make, tick, decides):
         return Net.front(model, x * (2.0 if tick(model) > 30 and decides else 1.0))
 
     trained(run, model=net(front=front, held=make()), epochs=12)
+
+
+@hostile(over={kind: COUNTERS[kind] for kind in OUTSIDE})
+def test_a_front_that_counts_outside_of_the_model_in_turns(run, make, tick):
+    at = make()
+    front = lambda m, x: m.middle(m.early(x) * (1 + tick(at) % 2))  # noqa: E731
+    trained(run, model=net(front=front))
 
 
 @hostile(served=True)

@@ -84,6 +84,7 @@ def note_reads(plan: ReplayPlan, seen: Observed) -> None:
     `ReplayPlan.objects` of what modules hold, a configuration, say.
     """
     around = {id(module) for module in plan.ancestors}
+    plan.until = {} if seen.trace is None else seen.trace.until
     plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in around})
     plan.objects = {
         owner: frozenset(names | {key for known, key in seen.noted if known == owner})

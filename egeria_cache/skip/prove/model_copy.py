@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from egeria_cache.pystate import Copier, is_shared
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.call import Invocation, plain
-from egeria_cache.skip.state.quiet import quietly
+from egeria_cache.skip.state.quiet import quietly_in
 from egeria_cache.skip.state.weights import Weights
 
 
@@ -40,14 +41,15 @@ class ModelCopy:
         self.moved: dict[int, str] = {}
         """Id -> name of the parameters that the last run has written to."""
         self.model, self._forward, self.call = root
+        self.context = copy_context()
         self._real = {
             id(copy): module for module, copy in pairs.values() if isinstance(module, nn.Module)
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; context variables that it sets are its own."""
+        """Run it; context variables that it sets are this copy's own."""
         try:
-            return quietly(self._forward, *args, **kwargs)
+            return quietly_in(self.context, self._forward, *args, **kwargs)
         finally:
             self.moved = self._weights.put_back()
 

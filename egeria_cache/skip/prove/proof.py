@@ -304,6 +304,7 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
     """
+    _check_outside(traced, plan)
     if not traced.counted:
         return {}
     copied, few = traced.copies.fresh(), [0, traced.size - 1]
@@ -325,6 +326,22 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
             unread[id(one.where)] = one.where
     return unread
+
+
+def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
+    """Nothing outside of the model may move with each run of the prefix, if it is no count."""
+    outside, copied = traced.before.outside, traced.copies.fresh()
+    few, counted = [0, traced.size - 1], {id(one.where) for one in traced.counted}
+    recompute(traced, few, copied=copied)
+    once, context = outside.now(copied.copy_of), dict(copied.context)
+    recompute(traced, few, copied=copied, goes_on=True)
+    for variable, value in copied.context.items():
+        if type(value) in (int, float) and value != context.get(variable):
+            name = f"the context variable {variable.name!r}"
+            raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
+    for one in outside.moved(once, outside.now(copied.copy_of)):
+        if id(one.where) not in counted and not isinstance(one.where, nn.Module):
+            raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class ReplayPlan:
     """(id of an ancestor, name) that code around the boundary reads before it returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
+    until: Mapping[CodeType, int] = field(default_factory=dict)
+    """Offset of the call, in code around the boundary, that it returns from; see `Code.until`."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What the model counts outside of itself, and no activation depends on; see `Code.unread`."""
     grad_mode: bool | None = None

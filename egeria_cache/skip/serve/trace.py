@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class PrefixTrace(TorchDispatchMode):
         """Step -> its draws."""
         self.branches = False
         """Whether values were read into Python, where they may decide what runs."""
+        self.until: dict[CodeType, int] = {}
+        """Offset of the call, in code around the boundary that ran once, that this returns from."""
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ _IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
 
 
 def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; context variables that it sets are its own.
+    """Call a function; context variables that it sets are its own."""
+    return quietly_in(copy_context(), function, *args, **kwargs)
+
+
+def quietly_in(context: Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, with context variables as a call before has left them there.
 
     What it prints, warns of and logs is dropped: the loop's own call says it. Loggers of libraries
     are left: some say a thing once only. What it saves for a gradient is seen by no hook of the
@@ -36,7 +41,7 @@ def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         BoundaryError: An optimizer steps: it would count that.
     """
-    return copy_context().run(_run, function, args, kwargs)
+    return context.run(_run, function, args, kwargs)
 
 
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -7,10 +7,11 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import chain, product
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -30,6 +31,7 @@ from egeria_cache.pystate import (
     in_class,
     is_beyond,
     is_library,
+    is_value,
     outside_state,
     own_dict,
     own_slots,
@@ -67,8 +69,11 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
 class _Layout:
     """Lays values out: live containers, and a look at each array and attribute apart."""
 
-    def __init__(self, code: Code, objects: Mapping[int, frozenset[str]]) -> None:
+    def __init__(
+        self, code: Code, objects: Mapping[int, frozenset[str]], around: Iterable[nn.Module]
+    ) -> None:
         self._code, self._apart, self._objects = code, code.unread, objects
+        self._models = {id(m) for module in around for m in module.modules()}
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -98,8 +103,12 @@ class _Layout:
         """Look into what some code names; of the user's own objects and classes, at what it names
         of them.
         """
+        if isinstance(value, nn.Module) and id(value) not in self._models:
+            named = chain(value.named_parameters(), value.named_buffers())
+            self.tensors += [(f"{where}.{key}", t) for key, t in named if not t.requires_grad]
         if not has_settings(value):
-            self.look_into(where, value)
+            if is_value(value):
+                self.look_into(where, value)
             return
         if id(value) in self._apart:
             return
@@ -136,6 +145,13 @@ class _Layout:
                 self.look_into(where, item, depth - 1)
         elif isinstance(value, MethodType):
             self.look_into(where, value.__self__, depth)
+        elif isinstance(value, partial):
+            for part in (value.func, value.args, value.keywords):
+                self.look_into(where, part, depth)
+        elif isinstance(value, _lru_cache_wrapper):
+            for part in gc.get_referents(value):
+                if isinstance(part, Tensor | np.ndarray):
+                    self.look_into(where, part)
         elif isinstance(value, weakref.ref):
             self.look_into(where, value(), depth)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
@@ -220,7 +236,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = _Layout(self._code, self._objects)
+        layout = _Layout(self._code, self._objects, (module for _, module, _ in self._around))
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
