@@ -1,8 +1,7 @@
 """Ranks: one decision on all of them, and models that lie on several.
 
 `ranks` shares verdicts and has a DistributedDataParallel follow a freeze; `sharded` lets layers
-that `fully_shard` cut be seen whole; `peers` says
-that a rank has ended. Owns nothing.
+that `fully_shard` cut be seen whole; `peers` says that a rank has ended. Owns nothing.
 """
 
 from egeria_cache.skip import is_sharded
