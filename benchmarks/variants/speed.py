@@ -19,10 +19,11 @@ from benchmarks.models.resnet import CifarResNet, ResNet50
 from benchmarks.models.staged import Staged
 from benchmarks.variants.tasks import Augmented, photographs
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.samples import DEFAULT_REUSE
 
 __all__ = ["MODELS", "speed"]
 
-BATCH_SIZE, REUSE = 32, 4
+BATCH_SIZE = 32
 SHARE = 0.75
 """Of a plain step that the front's forward takes, as nearly as its layers allow."""
 MODELS: dict[str, tuple[Callable[[], Staged], int, tuple[int, ...]]] = {
@@ -142,8 +143,10 @@ def _step(logits: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer) -> 
 
 
 def _by_hand(model: Staged, data: Augmented, stop: int) -> Iterator[float]:
-    """Train with the front's outputs in memory; one row in `REUSE` is loaded and computed anew."""
-    fresh, optimizer = BATCH_SIZE // REUSE, _optimizer(model)
+    """Train with the front's outputs in memory; of each batch, so much is loaded and computed anew
+    as with a cache.
+    """
+    fresh, optimizer = BATCH_SIZE // DEFAULT_REUSE, _optimizer(model)
     with torch.no_grad():
         known = torch.cat([model.prefix((inputs,), stop) for inputs, _ in _loader(data)])
     labels = torch.tensor(data.labels)

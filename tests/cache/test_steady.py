@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.samples import DEFAULT_REUSE
 from tests.helpers.steps import take_step
 
 SIZE = 48
@@ -106,7 +107,9 @@ def test_draws_stay_fresh_and_the_front_is_served(tmp_path, caplog, drawn, worke
 def test_what_the_front_may_read_is_drawn_in_turns(tmp_path, caplog, drawn, mixes):
     """Draws that change nothing in a few samples may do so in others."""
     _, stats, _ = train(Noisy(drawn), tmp_path, mixes=mixes, epochs=3)
-    assert any("One draw of each is kept, used for 4 epochs" in m for m in caplog.messages)
+    assert any(
+        f"One draw of each is kept, used for {DEFAULT_REUSE} epochs" in m for m in caplog.messages
+    )
     assert stats.hits > SIZE
 
 
@@ -142,7 +145,7 @@ def test_a_draw_that_changes_the_front_after_all_is_served_no_stale_row(tmp_path
         stats = cache.stats()
     assert sum("change nothing that the frozen front reads" in m for m in caplog.messages) == 1
     assert stats.hits > 0
-    assert stats.reuse == {"train": 4}
+    assert stats.reuse == {"train": DEFAULT_REUSE}
 
 
 def test_a_run_resumed_in_mid_epoch_goes_on_with_fresh_draws(tmp_path):
