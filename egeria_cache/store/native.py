@@ -54,8 +54,9 @@ class Kernel:
         keys: Sequence[bytes],
         *,
         waits: bool,
-    ) -> Bytes:
-        """Read, verify and decode records; return how each was read, shape (N,).
+    ) -> tuple[int, Bytes]:
+        """Read, verify and decode records; return how many are intact, and how each was read, shape
+        (N,).
 
         Args:
             unpacker: Of this thread.
@@ -78,8 +79,7 @@ class Kernel:
             _at(key_bytes), _address(found), unpacker.room(room_bytes), unpacker.context,
             decode_bytes, room_bytes, self._hash, self._unzstd, waits,
         ])  # fmt: skip
-        self._read(_at(batch), len(found))
-        return found
+        return self._read(_at(batch), len(found)), found
 
     def decode(
         self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]

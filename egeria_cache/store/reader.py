@@ -1,9 +1,8 @@
 """A batch of samples -> one contiguous tensor per name; every record is verified.
 
 One view of what is committed, one look-up of all keys, and one call of the kernel that reads,
-verifies and decodes every row to where it belongs; of large batches of packed rows, two at a time.
-Where records are ragged, hold texts or numbers, or there is no kernel: a plain loop. No state but
-zstd's, one for each thread.
+verifies and decodes every row to where it belongs. Where records are ragged, hold texts or numbers,
+or there is no kernel: a plain loop. No state but zstd's, one for each thread.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ from torch import Tensor
 from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
 from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.disk.files import Entries, GenerationFiles, View
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Bytes, Kernel, kernel
+from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 
@@ -38,11 +35,6 @@ MAPPED_BYTES = 1 << 17
 """From here on malloc may map memory anew, whose first touches cost three times the copy: of what
 PyTorch asks for, aligned, every third batch of 2 MiB; hardly ever for NumPy, which asks for huge
 pages besides, from 4 MiB on."""
-
-HALVED_BYTES = 1 << 20
-"""Decoded: from here on a batch of packed records is read by two threads, where PyTorch has as
-many. 128 rows of 16 KiB took 1.05 ms so instead of 1.57; raw ones are copied before another thread
-is awake."""
 
 
 class NotInMemoryError(Exception):
@@ -95,7 +87,10 @@ class Fetched:
     def __init__(
         self, view: View, keys: Sequence[bytes], entries: Entries, pin_memory: bool, *, waits: bool
     ) -> None:
+        if not hasattr(_local, "coder"):
+            _local.coder = Coder()
         self._view, self._keys, self._entries = view, keys, entries
+        self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
         self.hit, self.num_hits = np.zeros(len(keys), np.bool_), 0
         self.bare = False
@@ -135,20 +130,24 @@ class Fetched:
                 self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
     def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
-        """Read rows of tensors of fixed size: in one call, or in two at a time."""
-        fields, count = layout.fields, len(self._keys)
-        columns = [_allocate(field, count, self._pin_memory) for field in fields]
-        num_decoded = count * sum(one.num_bytes for one in fields)
-        is_packed = self._entries["size"].sum(dtype=np.int64) < num_decoded
-        if is_packed and num_decoded >= HALVED_BYTES and torch.get_num_threads() > 1:
-            found = self._read_halves(native, layout, columns)
-        else:
-            found = self._read_rows(native, layout, columns, slice(0, count))
+        """Read rows of tensors of fixed size in one call."""
+        view, fields = self._view, layout.fields
+        columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
+        pairs = zip(columns, fields, strict=True)
+        num_intact, found = native.read(
+            self._coder.unpacker(native),
+            view.environment.map,
+            view.files.identity ^ layout.seed,
+            [(rows, one.num_bytes, one.elements) for rows, one in pairs],
+            self._entries,
+            self._keys,
+            waits=self._waits,
+        )
         for at, one in enumerate(fields):
             if one.storage is not None and one.dtype is not None:
                 columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         self.hit = found == INTACT
-        if self.hit.all():
+        if num_intact == len(found):
             return columns
         for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
             if found[row] == ABSENT:
@@ -161,38 +160,6 @@ class Fetched:
                 assert isinstance(value, Tensor)
                 column[row] = value
         return columns
-
-    def _read_halves(self, native: Kernel, layout: Layout, columns: Sequence[Tensor]) -> Bytes:
-        """Read one half while another thread reads the other one, if there is such a thread."""
-        half = len(self._keys) // 2
-        halves = slice(0, half), slice(half, len(self._keys))
-        first, own = (partial(self._read_rows, native, layout, columns, one) for one in halves)
-        try:
-            other = _helper(os.getpid()).submit(self._beside, first)
-        except RuntimeError:  # no thread can be started
-            return np.concatenate([first(), own()])
-        found = own()
-        return np.concatenate([first() if other.cancel() else other.result(), found])
-
-    def _beside(self, read: Callable[[], Bytes]) -> Bytes:
-        """Read in another thread, which holds the files open itself: nothing may wait for it."""
-        with self._view.files.reading():
-            return read()
-
-    def _read_rows(
-        self, native: Kernel, layout: Layout, columns: Sequence[Tensor], rows: slice
-    ) -> Bytes:
-        """Return how each of some rows was read."""
-        view, fields = self._view, zip(columns, layout.fields, strict=True)
-        return native.read(
-            _coder().unpacker(native),
-            view.environment.map,
-            view.files.identity ^ layout.seed,
-            [(column[rows], one.num_bytes, one.elements) for column, one in fields],
-            self._entries[rows],
-            self._keys[rows],
-            waits=self._waits,
-        )
 
     def _read_one_by_one(self, layout: Layout, rows: npt.NDArray[np.int64]) -> list[Column]:
         descriptor = self._view.descriptor
@@ -213,7 +180,7 @@ class Fetched:
         key = self._keys[row]
         try:
             found = self._view.record(key, self._entries[row])
-            values = [found.value(at, _coder()) for at in range(len(found.payload))]
+            values = [found.value(at, self._coder) for at in range(len(found.payload))]
         except OSError as error:
             self.failed[row] = f"the disk cannot read it: {error.strerror}", False
         except NeedsKernelError:
@@ -235,20 +202,6 @@ class Fetched:
             return values
         blank = torch.zeros_like(tensors[0])
         return torch.stack([blank if one is None else one for one in values])
-
-
-def _coder() -> Coder:
-    """Return this thread's own."""
-    if not hasattr(_local, "coder"):
-        _local.coder = Coder()
-    found: Coder = _local.coder
-    return found
-
-
-@cache
-def _helper(process: int) -> ThreadPoolExecutor:
-    """Return the one thread that helps all others of a process."""
-    return ThreadPoolExecutor(1, "egeria-reader")
 
 
 def _is_in_memory(descriptor: int, place: int, size: int) -> bool:

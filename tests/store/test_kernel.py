@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +25,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from egeria_cache.store import ActivationStore, NotInMemoryError, native, reader
+from egeria_cache.store import ActivationStore, NotInMemoryError, native
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
-from tests.store.conftest import damage, entries_of, keep
+from tests.store.conftest import entries_of, keep
 
 FLUSH_S = 30
 
@@ -281,36 +280,6 @@ def test_many_threads_read_while_one_writes(directory):
             keep(store, range(start, start + 40), rows[start : start + 40])
         assert all(future.result() > 0 for future in futures)
         assert not store.get_batch([])[1].any()
-
-
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("helper", ["helps", "is busy", "cannot be started"])
-def test_a_large_packed_batch_is_read_in_halves_and_is_the_same(directory, monkeypatch, helper):
-    rows = some(40, 5000).bfloat16()
-    ids = np.random.default_rng(0).permutation(50)
-    with stored(directory, rows, "split+zstd") as store, ThreadPoolExecutor(1) as pool:
-        damage(store, [3, 38], at=200)
-        leave, calls = threading.Event(), []
-
-        def helper_of(process: int) -> ThreadPoolExecutor:
-            calls.append(process)
-            if helper == "cannot be started":
-                raise RuntimeError("can't start new thread")
-            if helper == "is busy":
-                pool.submit(leave.wait, FLUSH_S)
-            return pool
-
-        with monkeypatch.context() as patch:
-            patch.setattr(reader, "HALVED_BYTES", 1)
-            patch.setattr(reader, "_helper", helper_of)
-            patch.setattr(torch, "get_num_threads", lambda: 2)
-            found, hit_in_halves = store.get_batch(ids)
-        leave.set()
-        expected, hit = store.get_batch(ids)
-    assert calls == [os.getpid()]
-    assert hit.sum() == 38
-    assert hit.tolist() == hit_in_halves.tolist()
-    assert torch.equal(found, expected)
 
 
 def test_the_memory_of_a_batch_is_not_kept(directory):
