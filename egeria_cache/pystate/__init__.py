@@ -27,7 +27,7 @@ from egeria_cache.pystate.foreign import (
     own_slots,
 )
 from egeria_cache.pystate.look import Portrait, is_below
-from egeria_cache.pystate.places import Names, OfClass
+from egeria_cache.pystate.places import LEADS, Names, OfClass, led_to
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.pystate.random_state import RandomState
 from egeria_cache.pystate.snapshot import (
@@ -44,6 +44,7 @@ from egeria_cache.pystate.snapshot import (
 __all__ = [
     "CODE",
     "DATA",
+    "LEADS",
     "MODELS",
     "PLAIN",
     "VALUES",
@@ -74,6 +75,7 @@ __all__ = [
     "is_settings",
     "is_shared",
     "is_value",
+    "led_to",
     "names_in",
     "outside_state",
     "own_attributes",

@@ -44,6 +44,11 @@ SMALL_BYTES = 1 << 16
 """Up to this size it sees all of an array."""
 
 
+def led_to(value: ContextVar[Any] | weakref.ref[Any]) -> Any:
+    """Return what one of `LEADS` leads to; None if that is nothing."""
+    return value.get(None) if isinstance(value, ContextVar) else value()
+
+
 @dataclass(slots=True)
 class Place:
     """One thing whose content may change."""
@@ -264,7 +269,7 @@ class Sketch(Place):
             if isinstance(where, (np.ndarray, *MEMORY)):
                 return _here_and_there(where)
             if isinstance(where, LEADS):
-                return (), [where.get(None) if isinstance(where, ContextVar) else where()]
+                return (), [led_to(where)]
             if isinstance(where, dict | list | set | deque):
                 return len(where), _some_items(where)
             plain, held = list[Any](), list[Any]()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +52,7 @@ from egeria_cache.pystate.foreign import (
     slots_of,
 )
 from egeria_cache.pystate.places import (
+    LEADS,
     Attributes,
     Cell,
     Digest,
@@ -64,6 +64,7 @@ from egeria_cache.pystate.places import (
     OfClass,
     Place,
     Sketch,
+    led_to,
     place_of,
     sketch_of,
 )
@@ -301,8 +302,8 @@ class Snapshot:
                 yield from ((path, getattr(value, name, None)) for name in names)
         if isinstance(value, type):
             yield from ((base.__qualname__, base) for base in value.__bases__)
-        elif isinstance(value, weakref.ref):
-            yield path, value()
+        elif isinstance(value, LEADS):
+            yield path, led_to(value)
         elif isinstance(value, local):
             yield path, vars(value)
 

@@ -28,9 +28,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     "test_a_batch_written_in_every_epoch_is_what_the_model_sees[a method]": (
         WithoutAWord, "what is done to batches in another way each time is told from the fifth on",
     ),
-    "test_state_that_a_front_moves_is_that_after_plain_calls[by_a_global]": (
-        SilentlyWrong, "a sample that is computed again counts in the model that a global names",
-    ),
     "test_another_data_set_for_each_epoch[grows]": (
         WithoutAWord, "a loader made anew over another data set each time is another one each time",
     ),

@@ -53,6 +53,7 @@ NUMBER = 1.0
 TABLE = {"scale": 1.0}
 OBJECT = Config()
 CONTEXT = contextvars.ContextVar("scale", default=1.0)
+IN_CONTEXT = contextvars.ContextVar("table")
 MODULE = types.ModuleType("user_settings")
 
 
@@ -150,6 +151,10 @@ REPLACED = {
 HELD = {
     "a list": (lambda k: [k], first, set_first),
     "a table": (lambda k: {"a": k}, lambda at: at["a"], lambda at, k: at.update(a=k)),
+    "the key of a table": (
+        lambda k: {k: None}, lambda at: next(iter(at)),
+        lambda at, k: at.update({k: at.popitem()[1]}),
+    ),
     "deep in tables": (
         lambda k: {"a": [{"n": k}]}, lambda at: at["a"][0]["n"],
         lambda at, k: at["a"][0].update(n=k),
@@ -195,6 +200,10 @@ ELSEWHERE = {
     "a context that has a default": (
         lambda k: contextvars.ContextVar("own", default=k), lambda at: at.get(),
         lambda at, k: at.set(k),
+    ),
+    "a table in a context": (
+        lambda k: IN_CONTEXT.set({"scale": k}) and IN_CONTEXT, lambda at: at.get()["scale"],
+        lambda at, k: at.get().update(scale=k),
     ),
     "the environment": (
         lambda k: os.environ.update(HOSTILE_SCALE=str(k)),

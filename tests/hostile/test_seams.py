@@ -286,6 +286,23 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
     )  # fmt: skip
 
 
+# ---- what stands behind the boundary, and is read before it --------------------------------------
+
+BEHIND = {
+    "a number": (lambda m: m.head.scale, lambda m: setattr(m.head, "scale", 2.0)),
+    "a table": (lambda m: m.late.table["scale"], lambda m: m.late.table.update(scale=2.0)),
+    "a mode": (lambda m: 1 + m.late.training, lambda m: m.late.eval()),
+    "a name": (lambda m: 1 + hasattr(m, "b"), lambda m: setattr(m, "b", m.__dict__.pop("a"))),
+}
+
+
+@hostile(over=BEHIND)
+def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
+    model = net(front=lambda m, x: Net.front(m, x * read(m)), a=None)
+    model.head.scale, model.late.table = 1.0, {"scale": 1.0}
+    trained(run, model=model, epochs=5, each_step=lambda m, s: change(m) if s == 7 else None)
+
+
 # ---- idioms that raise when they are tried alone -------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import scene_of
-from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, distinct, recompute
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
@@ -42,29 +42,32 @@ class Observed:
     trace: PrefixTrace | None
     """Tensors, and random draws; None if the prefix is compiled."""
     noted: set[tuple[int, str]]
-    """(id of a module around the prefix or of an object that modules hold, attribute)."""
+    """(id of a module that is not skipped or of an object that modules hold, attribute)."""
     held: dict[int, set[str]]
     """Id of such an object -> what the modules' code names of it."""
+    others: list[nn.Module]
+    """Modules behind the boundary of which attributes were read."""
 
 
 def observe(traced: TracedBatch) -> Observed:
     """Run the prefix once more and note what it reads and draws."""
     # A run of its own: some modules choose another way where a dispatch mode is active.
     copied, rows = traced.copies.fresh(), list(range(traced.size))
-    around = {id(module): (module, copied.of(module)) for module in traced.ancestors}
-    copies = [(owner, copy) for owner, (module, copy) in around.items() if copy is not module]
+    pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
+    copies = [(id(module), copy) for module, copy in pairs if copy is not module]
     held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)
     copies += [(owner, copy) for owner, (copy, _) in held.items()]
     with Attempt() as tried, _noting(copies, noted):
         recompute(traced, rows, trace=trace, copied=copied)
     if tried.error is None:
-        return Observed(trace, noted, {owner: names for owner, (_, names) in held.items()})
+        names = {owner: names for owner, (_, names) in held.items()}
+        return Observed(trace, noted, names, _others(traced, noted))
     # Its code may ask for its own class: all that there is counts.
     copied = traced.copies.fresh()
     trace = _trace(traced, copied)
     recompute(traced, rows, trace=trace, copied=copied)
-    noted = {(owner, key) for owner, (module, _) in around.items() for key in vars(module)}
-    return Observed(trace, noted, {})
+    noted = {(id(module), key) for module in traced.ancestors for key in vars(module)}
+    return Observed(trace, noted, {}, [])
 
 
 def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
@@ -80,12 +83,12 @@ def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
 
 
 def note_reads(plan: ReplayPlan, seen: Observed) -> None:
-    """Note what the prefix reads beside tensors: `ReplayPlan.attributes` of the modules around it,
-    `ReplayPlan.objects` of what modules hold, a configuration, say.
+    """Note what the prefix reads beside tensors: `ReplayPlan.attributes` of the modules around it
+    and behind it, `ReplayPlan.objects` of what modules hold, a configuration, say.
     """
-    around = {id(module) for module in plan.ancestors}
+    read_of = {id(module) for module in plan.not_skipped}
     plan.until = {} if seen.trace is None else seen.trace.until
-    plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in around})
+    plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
     plan.objects = {
         owner: frozenset(names | {key for known, key in seen.noted if known == owner})
         for owner, names in seen.held.items()
@@ -93,20 +96,37 @@ def note_reads(plan: ReplayPlan, seen: Observed) -> None:
     }
 
 
+def _not_skipped(traced: TracedBatch) -> list[nn.Module]:
+    """Return the modules around the boundary, and those that no module of the prefix holds."""
+    inside = {id(m) for step in traced.modules for m in step.modules()}
+    others = (m for m in traced.model.modules() if id(m) not in inside)
+    return distinct([*traced.ancestors, *others])
+
+
+def _others(traced: TracedBatch, noted: set[tuple[int, str]]) -> list[nn.Module]:
+    """Return the modules behind the boundary of which an attribute was read, or the mode."""
+    around = {id(module) for module in traced.ancestors}
+    read = {owner for owner, key in noted if key == "training" or _may_count(key)} - around
+    return [module for module in _not_skipped(traced) if id(module) in read]
+
+
+def _may_count(key: str) -> bool:
+    """Whether an attribute of a module is not one that every module has."""
+    return key not in _OF_EVERY_MODULE and not hasattr(nn.Module, key)
+
+
 def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:
-    """Return what counts of the attributes of ancestors that are read: not what that code moves
+    """Return what counts of the attributes of modules that are read: not what that code moves
     itself, a counter, as no activation depends on it: that was shown.
     """
     moving = {(id(module), key) for module, key in plan.moving}
-    own = {id(module): own_dict(module) or {} for module in plan.ancestors}
+    own = {id(module): own_dict(module) or {} for module in plan.not_skipped}
     whole = {owner for owner, key in names if key == "__dict__"}
     found = names | {(owner, key) for owner in whole for key in own[owner]}
     return frozenset(
         (owner, key)
         for owner, key in found - moving
-        if key not in _OF_EVERY_MODULE
-        and not hasattr(nn.Module, key)
-        and not isinstance(own[owner].get(key), ForwardSlot)
+        if _may_count(key) and not isinstance(own[owner].get(key), ForwardSlot)
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.pystate import RandomState
+from egeria_cache.pystate import RandomState, describe
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.independence import (
     check_constants,
@@ -61,7 +61,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    repeats, seen = Repeats(traced), observe(traced)
+    seen = observe(traced)
+    repeats = Repeats(traced, seen.others)
     trace, few = seen.trace, list(_few_rows(traced, seen.trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
@@ -86,7 +87,9 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.reads = _reads(traced, plan, trace)
     _check_moved(traced, plan)
     plan.surroundings = traced.surroundings if traced.surroundings else None
-    plan.moving = [pair for pair in repeats.moving if plan.surrounds(pair[0])]
+    plan.others = seen.others
+    read_of = {id(module) for module in plan.not_skipped}
+    plan.moving = [pair for pair in repeats.moving if id(pair[0]) in read_of]
     plan.draws = any(part.drew for part in parts)
     _note_draws(plan, trace)
     note_reads(plan, seen)
@@ -100,7 +103,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             raise BoundaryError.impure(plan.boundary, why)
     tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
-    plan.modes = tuple(module.training for module in plan.ancestors)
+    plan.modes = plan.present_modes()
     plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
     rows = _check_replay(traced, prober, plan)
@@ -333,15 +336,25 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     outside, copied = traced.before.outside, traced.copies.fresh()
     few, counted = [0, traced.size - 1], {id(one.where) for one in traced.counted}
     recompute(traced, few, copied=copied)
-    once, context = outside.now(copied.copy_of), dict(copied.context)
+    once, really, context = outside.now(copied.copy_of), outside.now(), dict(copied.context)
     recompute(traced, few, copied=copied, goes_on=True)
-    for variable, value in copied.context.items():
-        if type(value) in (int, float) and value != context.get(variable):
-            name = f"the context variable {variable.name!r}"
-            raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
-    for one in outside.moved(once, outside.now(copied.copy_of)):
-        if id(one.where) not in counted and not isinstance(one.where, nn.Module):
-            raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
+    moved = [
+        f"the context variable {variable.name!r}"
+        for variable, value in copied.context.items()
+        if value is not context.get(variable) and describe(value) != describe(context.get(variable))
+    ]
+    moved += [
+        one.name
+        for one in outside.moved(once, outside.now(copied.copy_of))
+        if id(one.where) not in counted and not isinstance(one.where, nn.Module)
+    ]
+    moved += [
+        one.name
+        for one in outside.moved(really, outside.now())
+        if copied.copy_of(one.where) is not one.where  # the model itself, which a global names
+    ]
+    for name in moved:
+        raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:

@@ -7,7 +7,7 @@ list) would stand still on hits, and what is left behind by a run would be that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -26,12 +26,17 @@ Attribute = tuple[nn.Module, str, str]
 
 
 class Repeats:
-    """The prefix three times on one copy of the model: twice on the same rows, then on others."""
+    """The prefix three times on one copy of the model: twice on the same rows, then on others.
 
-    def __init__(self, traced: TracedBatch) -> None:
+    Args:
+        traced: The plain run.
+        others: Modules behind the boundary that code before it makes use of.
+    """
+
+    def __init__(self, traced: TracedBatch, others: Iterable[nn.Module]) -> None:
         self._traced = traced
         copied = self.copied = traced.copies.fresh()
-        modules = traced.prefix_modules()
+        modules = [*traced.prefix_modules(), *others]
         self._watched = [(module, copied.of(module)) for module in modules]
         before = self._held()
         self.first = recompute(traced, copied=copied)

@@ -63,8 +63,10 @@ class ReplayPlan:
     """Leaves of the model's output that cannot be had on a hit."""
     key: tuple[Any, ...] = ()
     """Signature of the calls that it serves."""
+    others: list[nn.Module] = field(default_factory=list)
+    """Modules behind the boundary of which code before it reads attributes."""
     modes: tuple[bool, ...] = ()
-    """Training flags of the ancestors."""
+    """Training flags of the ancestors and the others."""
     leaf_names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """Position -> (leaf of the loader's batch, operations done to it)."""
     reads: list[Named] = field(default_factory=list)
@@ -74,7 +76,8 @@ class ReplayPlan:
     free: frozenset[int] = frozenset()
     """Positions of plain arguments that the prefix does not use: any value fits."""
     attributes: frozenset[tuple[int, str]] = frozenset()
-    """(id of an ancestor, name) that code around the boundary reads before it returns."""
+    """(id of an ancestor or another module, name) that code around the boundary reads before it
+    returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
     until: Mapping[CodeType, int] = field(default_factory=dict)
@@ -135,7 +138,7 @@ class ReplayPlan:
         lengths = call.batch.lengths
         if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
             return False
-        if tuple(map(_is_training, self.ancestors)) != self.modes:
+        if self.present_modes() != self.modes:
             return False
         if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
@@ -149,6 +152,15 @@ class ReplayPlan:
         return not self.pinned or all(
             torch.equal(plain(call.leaves[i]), value) for i, value in self.pinned.items()
         )
+
+    @property
+    def not_skipped(self) -> list[nn.Module]:
+        """The modules around and behind the boundary of which code before it reads anything."""
+        return [*self.ancestors, *self.others]
+
+    def present_modes(self) -> tuple[bool, ...]:
+        """Return what `modes` would be now."""
+        return tuple(map(_is_training, self.not_skipped))
 
     def lies_beyond(self, name: str) -> bool:
         """Whether its boundary comes after the module `name`, or contains it."""
@@ -167,11 +179,13 @@ class ReplayPlan:
         return [(self.names.get(i, ""), module) for i, module in modules.items()]
 
     def around(self) -> list[tuple[str, nn.Module, list[str]]]:
-        """Return (name, ancestor, names of it that code before the boundary reads)."""
-        keys: dict[int, list[str]] = {id(module): [] for module in self.ancestors}
+        """Return (name, module that is not skipped, names of it that code before the boundary
+        reads).
+        """
+        keys: dict[int, list[str]] = {id(module): [] for module in self.not_skipped}
         for owner, key in self.attributes:
             keys[owner].append(key)
-        return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.ancestors]
+        return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.not_skipped]
 
     def stored_functions(self) -> list[Any]:
         """Return the functions that modules of the prefix, and the code around it, have as

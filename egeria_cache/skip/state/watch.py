@@ -8,7 +8,6 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 from __future__ import annotations
 
 import gc
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.pystate import (
+    LEADS,
     Code,
     bases_of,
     describe,
@@ -32,6 +32,7 @@ from egeria_cache.pystate import (
     is_beyond,
     is_library,
     is_value,
+    led_to,
     outside_state,
     own_dict,
     own_slots,
@@ -133,11 +134,16 @@ class _Layout:
             self.tensors.append((where, value))
         elif isinstance(value, np.ndarray):
             self.looks.append((where, _array_look(value)))
+        elif isinstance(value, LEADS):
+            self.looks.append((where, partial(led_to, value)))
+            self.look_into(where, led_to(value), depth)
         elif outside_state(value) is not None:
             self.looks.append((where, partial(outside_state, value)))
         elif isinstance(value, MappingProxyType):
             self.looks.append((where, partial(dict, value)))
         elif isinstance(value, dict | list | tuple | set | deque):
+            if isinstance(value, dict):
+                self.looks.append((where, partial(tuple, value)))
             if not isinstance(value, tuple):
                 self.live.append((where, value))
             self._num += len(value)
@@ -152,8 +158,6 @@ class _Layout:
             for part in gc.get_referents(value):
                 if isinstance(part, Tensor | np.ndarray):
                     self.look_into(where, part)
-        elif isinstance(value, weakref.ref):
-            self.look_into(where, value(), depth)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
         elif (own := own_dict(value)) is not None and not is_beyond(value):
@@ -183,6 +187,7 @@ class _Layout:
             if key in place:
                 keys.append(key)
                 return
+        self.looks.append((where, partial(_first, places, key)))
 
     def look_through(self, where: str, value: Any) -> None:
         """Lay out what a container of modules or parameters holds: nobody calls it."""
@@ -399,7 +404,7 @@ def _places(module: nn.Module, layout: _Layout) -> list[Any]:
 
 
 def _first(places: Sequence[Any], key: str) -> Any:
-    return next((place[key] for place in places if key in place), None)
+    return next((place[key] for place in places if key in place), _NOTHING)
 
 
 def _attribute(value: Any, key: str) -> Any:
