@@ -6,15 +6,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 from benchmarks.report.__main__ import main
 from benchmarks.report.highlights import highlights
 from benchmarks.report.page import render
-from benchmarks.report.parts import as_fast, bytes_, number, seconds, verdict
-from benchmarks.report.readme import BEGIN, END, block
+from benchmarks.report.readme import block
 from benchmarks.report.sections import KNOWN, read_reports, read_sections
-from benchmarks.report.words import where
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,14 +96,6 @@ def test_readme_has_five_figures_each_with_its_command():
     assert all(re.fullmatch(r"\| .+ \| .*\d.* \| `python -m benchmarks\..+` \|", r) for r in rows)
 
 
-def test_a_figure_that_was_not_reached_says_so(tmp_path):
-    text = highlights({"time_to_accuracy": TIME_TO_ACCURACY | {"verdicts": [
-        {"what": "digits-finetune: static+cache, time", "measured": 0.0},
-    ]}})  # fmt: skip
-    assert "| not reached |" in text
-    assert highlights({"time_to_accuracy": {"verdicts": 3}, "ragged": {}}).strip() == ""
-
-
 def test_every_known_file_is_shown_by_its_own_section():
     for section in read_sections(RESULTS):
         if section.name not in KNOWN:
@@ -177,69 +165,3 @@ def test_missed_targets_are_called_missed(tmp_path):
     page = render(list(found.values()), tmp_path)
     assert "<strong>missed</strong>" in page
     assert "plain, stopped at egeria+cache" in page
-
-
-def test_files_of_any_form_are_shown(tmp_path):
-    found = sections_of(
-        tmp_path,
-        something={"rows": [{"a": 1, "b": {"c": 2.5}}], "named": {"x": {"v": 1}}, "single": "<b>"},
-        a_list=[1, 2],
-        empty={},
-        skip={"hits": "moved"},
-    )
-    assert [t.title for t in found["something"].tables] == ["", "rows", "named"]
-    assert found["something"].tables[1].columns == ["a", "b c"]
-    assert "another form than expected" in found["skip"].findings[0]
-    assert block(list(found.values())).strip() == ""
-    page = render(list(found.values()), tmp_path)
-    assert "&lt;b&gt;" in page
-    Page().feed(page)
-
-
-def test_the_command_writes_all_and_checks(tmp_path, capsys):
-    readme, document = tmp_path / "README.md", tmp_path / "results.md"
-    output = tmp_path / "out" / "report.html"
-    for path in (readme, document):
-        path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    (tmp_path / "demo.json").write_text(json.dumps(DEMO))
-    flags = ["--readme", str(readme), "--document", str(document), "--results", str(tmp_path),
-             "--output", str(output)]  # fmt: skip
-    assert main([*flags, "--check"]) == 1
-    assert capsys.readouterr().err.count("run make report") == 2
-    assert not output.exists()
-    assert main(flags) == 0
-    assert main([*flags, "--check"]) == 0
-    for path in (readme, document):
-        assert path.read_text().startswith(f"before\n{BEGIN}\n")
-        assert path.read_text().endswith(f"{END}\nafter\n")
-    assert "The demo" in document.read_text()
-    assert "The demo" in output.read_text()
-    readme.write_text("no markers")
-    with pytest.raises(ValueError, match="each once"):
-        main(flags)
-
-
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (number(1234567), "1,234,567"),
-        (number(0.123456), "0.123"),
-        (number(12.3456), "12.3"),
-        (number(2.4e-9), "2.40e-09"),
-        (number(None), "-"),
-        (seconds(0.00123), "1.23 ms"),
-        (seconds(2e-6), "2.00 us"),
-        (bytes_(1.5e9), "1.50 GB"),
-        (
-            verdict("x", 0.951, least=1 / 1.05),
-            "x: target at least 0.952x, measured 0.951x: **missed**.",
-        ),
-        (as_fast(0.5), "2.00x"),
-        (as_fast(None), "-"),
-        (verdict("x", 4.5, least=4), "x: target at least 4x, measured 4.500x: met."),
-        (where({}), "hardware, versions and date were not recorded"),
-        (where({"cpu_count": 2, "seed": 0}), "2 CPUs, date not recorded, seed 0"),
-    ],
-)
-def test_figures_are_written_for_people(made, text):
-    assert made == text

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.rivals import (
-    AutoFreezePolicy,
     FreezeOutPolicy,
     LinearPolicy,
     PipeTransformerPolicy,
-    SmartPipePolicy,
 )
 from egeria_core import FreezeController, Policy
 from egeria_core.policies import Reading
@@ -98,113 +95,6 @@ def test_freezeout_equals_a_loop_with_one_annealed_group_per_layer(make: Any, sc
     assert len(optimizer.param_groups) == 1
     assert optimizer.param_groups[0]["lr"] == full
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in net.parameters()]
-
-
-def test_freezeout_takes_the_full_rate_and_leaves_the_schedulers_alone() -> None:
-    """A warm-up or a decay of the user's is not used, and not disturbed."""
-
-    def decay(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 * (step + 1))
-
-    plain, _, _ = run(FreezeOutPolicy(), sgd)
-    scheduled, optimizer, _ = run(FreezeOutPolicy(), sgd, decay)
-    assert same(plain, scheduled)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.01 * (STEPS + 1))
-    cycle: Any = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(  # noqa: E731
-        optimizer, 0.1, total_steps=STEPS + 1, cycle_momentum=False
-    )
-    cycled, _, _ = run(FreezeOutPolicy(), sgd, cycle)
-    assert same(plain, cycled)
-
-
-def gradients_of(net: nn.Sequential, frozen: int) -> list[Any]:
-    return [
-        None
-        if index < frozen
-        else np.concatenate([p.grad.numpy().ravel().copy() for p in net[2 * index].parameters()])
-        for index in range(4)
-    ]
-
-
-def trained_by_hand(decide: Any) -> list[tuple[int, str]]:
-    """Train with plain PyTorch; `decide(step, gradients, frozen)` after each step."""
-    net = model()
-    optimizer = sgd(net.parameters())
-    frozen, moves = 0, []
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        loss_at(net, step - 1).backward()
-        gradients = gradients_of(net, frozen)
-        optimizer.step()
-        now = decide(step, gradients, frozen)
-        if now > frozen:
-            frozen = now
-            moves.append((step, LAYERS[frozen - 1]))
-            for index in range(frozen):
-                for parameter in net[2 * index].parameters():
-                    parameter.requires_grad_(False)
-                    parameter.grad = None
-    return moves
-
-
-def test_autofreeze_from_the_first_step_equals_its_formula_on_summed_gradients() -> None:
-    sums: list[Any] = [None] * 4
-    before: list[float | None] = []
-
-    def decide(step: int, gradients: list[Any], frozen: int) -> int:
-        nonlocal sums, before
-        sums = [g if s is None else s + g if g is not None else None
-                for s, g in zip(sums, gradients, strict=True)]  # fmt: skip
-        if step % 4:
-            return frozen
-        now = [None if s is None else float(np.abs(s).sum()) for s in sums]
-        sums, last, before = [None] * 4, before, now
-        if not last:
-            return frozen
-        changes = [abs(a - b) / a for a, b in zip(last[frozen:], now[frozen:], strict=True)]  # type: ignore[operator]
-        bar = np.percentile(changes, 50)
-        return min(frozen + next(i for i, c in enumerate(changes) if c >= bar - 1e-6), 3)
-
-    expected = trained_by_hand(decide)
-    _, _, controller = run(AutoFreezePolicy(), sgd, evaluate_every=4)
-    assert controller.schedule() == expected
-    assert expected
-    assert not controller.history.of("bootstrap")
-    steps = [reading["step"] for reading in controller.history.of("reading")]
-    assert steps == list(range(4, 25, 4))
-
-
-def test_smartpipe_from_the_first_step_equals_its_formula_on_single_gradients() -> None:
-    kept: list[Any] = []
-    first: list[float | None] = [None] * 4
-
-    def decide(step: int, gradients: list[Any], frozen: int) -> int:
-        nonlocal kept
-        if step % 3:
-            return frozen
-        last, kept = kept, gradients
-        if not last:
-            return frozen
-        change = [
-            None if new is None else float(np.linalg.norm(old - new) / np.linalg.norm(old))
-            for old, new in zip(last, gradients, strict=True)
-        ]
-        now = frozen
-        while now < min(frozen + int(0.5 * (4 - frozen)), 3):
-            value, start = change[now], first[now]
-            if value is None or start is None or value >= 0.9 * start:
-                break
-            now += 1
-        for index, value in enumerate(change):
-            if first[index] is None:
-                first[index] = value
-        return now
-
-    expected = trained_by_hand(decide)
-    _, _, controller = run(SmartPipePolicy(), sgd, evaluate_every=3)
-    assert controller.schedule() == expected
-    assert expected
-    assert not controller.history.of("bootstrap")
 
 
 ROWS: dict[int, tuple[float | None, ...]] = {

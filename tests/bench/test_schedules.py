@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import FORWARD, ScheduleInterleaved1F1B
 
 from benchmarks.scale import (
     CLUSTER,
     JOB,
-    TROUBLE,
-    Trouble,
-    expect,
     hit_rates,
-    machines,
-    slowest,
     weigh,
 )
-from benchmarks.schedules import LAYOUTS, Bubbles, Task, count_bubbles, count_plan, rank_order
+from benchmarks.schedules import LAYOUTS, count_bubbles, count_plan
 from egeria_core.pipeline import PipelinePlan
 
 SLIDES: list[tuple[str, int, dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
@@ -86,69 +77,6 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int, dict[str, Any]]:
     return schedule, stages, microbatches, draw(st.integers(0, stages - 1)), options
 
 
-def check(found: Bubbles, stages: int) -> None:
-    """No rank does two things at once, and nothing runs before what it needs."""
-    ends = {slot.task: slot.end for slot in found.slots}
-    assert len(ends) == len(found.slots)
-    for rank in range(found.ranks):
-        own = sorted((s for s in found.slots if s.rank == rank), key=lambda slot: slot.start)
-        assert all(left.end <= right.start + 1e-9 for left, right in pairwise(own))
-    for slot in found.slots:
-        task = slot.task
-        needs = [task._replace(stage=task.stage - 1)] if task.is_forward else []
-        if not task.is_forward:
-            needs = [task._replace(is_forward=True), task._replace(stage=task.stage + 1)]
-        for need in needs:
-            if 0 <= need.stage < stages:
-                assert ends[need] <= slot.start + 1e-9
-    busy = sum(slot.end - slot.start for slot in found.slots)
-    assert found.idle == pytest.approx(found.ranks * found.time - busy)
-    assert -1e-9 <= found.bubbles <= found.idle + 1e-9
-    assert found.time == pytest.approx(max(ends.values()))
-
-
-@given(cases())
-@settings(max_examples=150, deadline=None)
-def test_every_schedule_is_possible_and_complete(
-    case: tuple[str, int, int, int, dict[str, Any]],
-) -> None:
-    schedule, stages, microbatches, frozen, options = case
-    total = microbatches * options["minibatches"]
-    plain = count_bubbles(schedule, stages, microbatches, 0, **options)
-    check(plain, stages)
-    assert {slot.task for slot in plain.slots} == {
-        Task(s, way, j) for s in range(stages) for way in (True, False) for j in range(total)
-    }
-    rebuilt = count_bubbles(schedule, stages, microbatches, frozen, **options)
-    check(rebuilt, stages)
-    assert {slot.task for slot in rebuilt.slots} == {
-        slot.task for slot in plain.slots if slot.task.is_forward or slot.task.stage >= frozen
-    }
-    kept = count_bubbles(schedule, stages, microbatches, frozen, layout="kept", **options)
-    check(kept, stages)
-    if options.get("flush", True):
-        # Doing less in the same order is never later; without a flush the order follows events.
-        assert rebuilt.time <= kept.time <= plain.time
-
-
-@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), [(4, 2, 8), (2, 3, 6), (4, 2, 10)])
-def test_interleaved_order_is_pytorchs(ranks: int, per_rank: int, microbatches: int) -> None:
-    rounds = max(1, microbatches // ranks)
-    engine: Any = SimpleNamespace(
-        n_local_stages=per_rank, pp_group_size=ranks, _n_microbatches=microbatches,
-        microbatches_per_round=microbatches // rounds,
-    )  # fmt: skip
-    for rank in range(ranks):
-        theirs = ScheduleInterleaved1F1B._calculate_single_rank_operations(engine, rank)
-        expected = [
-            Task(action.stage_index, action.computation_type == FORWARD, action.microbatch_index)
-            for action in theirs
-            if action is not None
-        ]
-        found = rank_order("Interleaved1F1B", rank, ranks, ranks * per_rank, microbatches)
-        assert found == expected
-
-
 # The simulator of many ranks against measured runs, and against what must hold.
 
 MEASURED = [
@@ -165,20 +93,6 @@ MEASURED = [
 @pytest.mark.parametrize(("directories", "affine", "rates"), MEASURED)
 def test_hit_rates_are_those_that_were_measured(directories, affine, rates):
     assert hit_rates(directories, 4, affine=affine) == pytest.approx(rates, abs=0.045)
-
-
-@given(directories=st.integers(1, 6), seed=st.integers(0, 3))
-def test_hit_rates_are_those_of_a_set_for_each_directory(directories, seed):
-    draw, samples = random.Random(seed), 2400
-    known = [set() for _ in range(directories)]
-    for expected in hit_rates(directories, 4, affine=False):
-        order = draw.sample(range(samples), samples)
-        hits = 0
-        for place, sample in enumerate(order):
-            here = known[place % directories]
-            hits += sample in here
-            here.add(sample)
-        assert hits / samples == pytest.approx(expected, abs=0.06)
 
 
 @given(
@@ -198,39 +112,3 @@ def test_what_is_served_and_what_is_fetched_are_the_whole_epoch(nodes, disk, aff
     assert epoch.hit_rate == pytest.approx(served / job.samples)
     if affine:
         assert epoch.stored_bytes <= job.samples * size * 1.001
-
-
-def test_a_disk_that_is_too_slow_makes_a_cache_slower_than_computing():
-    assert weigh(CLUSTER, JOB).speedup > 1.4
-    slow = replace(CLUSTER, disk_read=1e9)
-    assert weigh(slow, JOB).bound_by == "disk"
-    assert weigh(slow, JOB).speedup < 1
-
-
-@pytest.mark.parametrize("ranks", [1, 8, 1000, 10_000])
-@pytest.mark.parametrize("affine", [True, False])
-def test_without_trouble_an_epoch_is_what_was_weighed(ranks, affine):
-    cluster = machines(ranks)
-    calm, expected = (
-        weigh(cluster, JOB, affine=affine),
-        expect(cluster, JOB, Trouble(), affine=affine),
-    )
-    # The first batch of all waits for its read.
-    assert expected.seconds == pytest.approx(calm.seconds, rel=0.02)
-    assert expected.computed_s == pytest.approx(calm.computed_s, rel=1e-6)
-    assert expected.cold == 0
-
-
-def test_a_slow_disk_slows_all_ranks_once_it_cannot_feed_its_own():
-    slow = Trouble(slow_nodes=0.05, slow_by=2.0)
-    assert slowest(CLUSTER, slow, 1.0, 0.45) == pytest.approx(1.0, rel=0.02)
-    assert slowest(CLUSTER, slow, 1.0, 0.9) == pytest.approx(1.8, rel=0.02)
-
-
-def test_a_new_node_makes_an_epoch_no_slower_than_computing():
-    for often in (1, 100, 10_000):
-        expected = expect(CLUSTER, JOB, replace(TROUBLE, node_mtbf_s=TROUBLE.node_mtbf_s / often))
-        assert expected.speedup >= 1.0
-    assert expected.cold > 0.9
-    with pytest.raises(ValueError, match="failures"):
-        replace(TROUBLE, node_mtbf_s=0.0)

@@ -7,19 +7,12 @@ import torch
 
 from benchmarks.harness import output
 from benchmarks.time_to_accuracy import __main__ as benchmark
-from benchmarks.time_to_accuracy.methods import METHODS
-from benchmarks.time_to_accuracy.suggested import settled, suggestion_for
 from benchmarks.time_to_accuracy.summary import (
-    by_processor,
-    pooled,
-    summarise_sweep,
     summarise_task,
     targets_of,
     time_to,
 )
 from benchmarks.time_to_accuracy.tasks import TASKS, quick
-from benchmarks.time_to_accuracy.train import train
-from benchmarks.time_to_accuracy.work import Work
 
 PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
@@ -103,86 +96,6 @@ def test_a_single_touch_is_no_arrival():
     curve = [(1, 2.0, 0.9), (2, 4.0, 0.5), (3, 6.0, 0.9), (4, 8.0, 0.92)]
     assert time_to(curve, 0.9, higher=True) == 6.0
     assert time_to(curve[:3], 0.9, higher=True) is None
-
-
-def test_pooled_curves_are_means_of_times_and_metrics():
-    curves = [[(1, 2.0, 0.4), (2, 4.0, 0.6)], [(1, 4.0, 0.6), (2, 6.0, 1.0)]]
-    assert pooled(curves) == [(1, 3.0, 0.5), (2, 5.0, 0.8)]
-
-
-def test_processor_time_is_what_was_noted_or_an_even_part():
-    run = {"seconds": 8.0, "cpu_seconds": 6.0, "curve": [(1, 4.0, 0.4), (2, 8.0, 0.6)]}
-    assert by_processor(run) == [(1, 3.0, 0.4), (2, 6.0, 0.6)]
-    noted = run | {"curve": [(1, 4.0, 0.4, 2.5), (2, 8.0, 0.6, 6.0)]}
-    assert by_processor(noted) == [(1, 2.5, 0.4), (2, 6.0, 0.6)]
-
-
-def test_a_schedule_is_cut_at_the_step(tmp_path):
-    task = tiny()
-    problem = task.make(task, 0, tmp_path)
-    run = train(task, METHODS["plain"], 0, tmp_path, problem=problem, total_steps=7)
-    assert (run.steps, len(run.losses)) == (7, 7)
-    assert all(0 < point[3] < 60 for point in run.curve)
-    assert [epoch for epoch, *_ in run.curve] == pytest.approx([0.4, 1.0, 1.4])
-
-
-def test_a_task_without_a_boundary_asks_for_one_and_keeps_the_answer(tmp_path):
-    small = {"samples": 128, "batch_size": 16, "suggest_steps": 3, "layers": r"layer\d|head"}
-    task = replace(quick(TASKS["digits-finetune"]), **small)
-    found = suggestion_for(task, tmp_path)
-    assert [trial["boundary"] for trial in found["trials"]] == ["layer1", "layer2", "layer3"]
-    (kept,) = tmp_path.glob("suggested-*.json")
-    kept.write_text(json.dumps(found | {"boundary": "layer2"}))
-    assert settled(task, tmp_path).static_boundary == "layer2"
-    assert settled(task, tmp_path).fingerprint() != task.fingerprint()
-
-
-def test_a_sweep_is_compared_as_a_whole():
-    phases = {"phases": {"data": 1.0}, "cpu_seconds": 1.0, "bytes_on_disk": 5, "misses": [1, 0]}
-    runs = [
-        {"method": "uncached", "seed": 0, "seconds": 8.0, "each_s": [4, 4], "finals": [1, 2],
-         "hits": [0, 0], **phases},
-        {"method": "cached", "seed": 0, "seconds": 3.0, "each_s": [2, 1], "finals": [1, 2],
-         "hits": [1, 2], **phases},
-        {"method": "cached", "seed": 1, "seconds": 3.0, "each_s": [2, 1], "finals": [1, 2],
-         "hits": [1, 2], **phases},
-    ]  # fmt: skip
-    summary = summarise_sweep(runs)
-    assert summary["seeds"] == [0]
-    assert summary["speedup"]["median"] == pytest.approx(8 / 3)
-    assert (summary["first_run_speedup"]["median"], summary["later_run_speedup"]["median"]) == (
-        2,
-        4,
-    )
-
-
-def test_a_cut_off_line_loses_one_run_and_no_other(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    work = Work(path)
-    work.add(record("plain", 0, 1.0, 1.0))
-    with path.open("a") as file:
-        file.write('{"task": "dig')
-    Work(path).add(record("plain", 1, 2.0, 1.0))
-    again = Work(path)
-    assert again.find("digits", "plain", 0, "f")["seconds"] == 1.0
-    assert again.find("digits", "plain", 1, "f")["seconds"] == 2.0
-    assert again.find("digits", "plain", 0, "other settings") is None
-
-
-@pytest.mark.long
-def test_a_cached_run_has_the_losses_of_the_computed_one(tmp_path):
-    task = replace(tiny(), epochs=4, static_start=0.0)
-    losses, hits = [], []
-    for gate in ("always", "never"):
-        run = train(
-            task, METHODS["static+cache"], 0, tmp_path / gate,
-            problem=task.make(task, 0, tmp_path), gate=gate,
-        )  # fmt: skip
-        losses.append(run.losses)
-        hits.append(run.hits)
-    assert hits[0] > 0
-    assert hits[1] == 0
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):

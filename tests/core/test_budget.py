@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import math
 from typing import Any
 
@@ -129,13 +128,6 @@ def test_the_default_budget_is_in_proportion_to_the_loss() -> None:
         BudgetPolicy(math.inf)
 
 
-def test_the_same_reasons_are_told_once() -> None:
-    policy = resting(slope=10.0)
-    for n in range(20, 30):
-        observe(policy, n, loss=3 - 3.0 * n, speed=(0.01,) * 3)
-    assert len(policy.take_notes()) == 1
-
-
 class Run:
     """A small training run under the budget policy, which can be saved and continued."""
 
@@ -205,14 +197,6 @@ def test_an_optimizer_of_another_kind_keeps_the_papers_policy() -> None:
         FreezeController(model, optimizer, policy="budget", **options)
 
 
-def test_options_of_the_former_default_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    Run(window=5, tolerance=0.1)
-    assert caplog.text.count("does not read window, tolerance") == 1
-    caplog.clear()
-    Run(policy="plasticity", window=5)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("schedule", ["linear", "onecycle"])
 def test_it_freezes_once_layers_rest_and_gives_nothing_back(schedule: str) -> None:
     run = Run(schedule).train(range(TOTAL))
@@ -238,24 +222,6 @@ def test_a_model_that_is_compiled_whole_is_weighed_by_its_parameters() -> None:
     run = Run()
     run.model.compile(backend="eager")
     assert run.train(range(TOTAL)).controller.history.of("boundary")
-
-
-def test_a_constant_rate_is_left_alone() -> None:
-    run = Run("constant").train(range(TOTAL))
-    assert not run.controller.schedule()
-    verdicts = [
-        c["verdict"] for r in run.controller.history.of("decision") for c in r["candidates"]
-    ]
-    assert "freeze" not in verdicts
-
-
-def test_a_freeze_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "egeria"):
-        run = Run().train(range(TOTAL))
-    said = [r.message for r in caplog.records if "froze" in r.message]
-    assert len(said) == len(run.controller.schedule())
-    assert all("saves" in s and "left, predicted cost" in s and "of 0.05" in s for s in said)
-    assert said[0].startswith(f"egeria: froze {run.controller.schedule()[0][1]} at step ")
 
 
 def test_the_loss_of_every_step_is_asked_for() -> None:

@@ -84,21 +84,6 @@ def test_a_recorded_schedule_replays_to_the_same_losses() -> None:
     assert replay.schedule() == schedule
 
 
-def test_watching_without_freezing_leaves_the_losses_untouched() -> None:
-    torch.manual_seed(0)
-    plain = ResNet()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    expected = train(plain, optimizer, None, range(8))
-    model, optimizer, controller = make(tolerance=1e-12)
-    assert train(model, optimizer, controller, range(8)) == expected
-    assert len(controller.history.of("reading")) == 6
-
-
-def test_a_schedule_needs_a_length_or_an_interval() -> None:
-    with pytest.raises(ValueError, match="total_steps"):
-        make(evaluate_every=None)
-
-
 class TiedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -196,39 +181,3 @@ def test_every_reading_decision_and_refresh_is_a_json_line(tmp_path: Path) -> No
     assert History.load(path) == history
     assert len(history) == len(lines)
     assert history[0] == lines[0]
-
-
-def test_active_parameters_fall_and_come_back() -> None:
-    moves = run().history.of("boundary")
-    counts = [move["active_parameters"] for move in moves]
-    unfreeze = [move["boundary"] for move in moves].index(None)
-    assert counts[:unfreeze] == sorted(counts[:unfreeze], reverse=True)
-    assert counts[unfreeze] == moves[0]["total_parameters"]
-    assert counts[unfreeze - 1] < 0.8 * counts[unfreeze]
-
-
-def test_listeners_get_every_record() -> None:
-    model = ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = FreezeController(model, optimizer, policy=StaticPolicy({1: "layer1.1"}))
-    seen: list[dict[str, Any]] = []
-    controller.history.listeners.append(seen.append)
-    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
-    controller.step()
-    assert [record["kind"] for record in seen] == ["boundary"]
-    controller.close()
-
-
-def test_a_history_is_drawn_by_an_example(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    import plot_history
-
-    path = tmp_path / "history.jsonl"
-    run(log_path=path)
-    assert plot_history.main([str(path)]) == 0
-    assert (tmp_path / "history.png").stat().st_size > 10_000
-    (tmp_path / "empty.jsonl").write_text("")
-    assert plot_history.main([str(tmp_path / "empty.jsonl")]) == 0
-    assert "empty.png" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.rivals import AutoFreezePolicy
 from egeria_cache import EgeriaError
 from egeria_core import Bootstrap, FreezeController, StaticPolicy
-from egeria_core.ranks import Ranks, rebuild, unwrap
+from egeria_core.ranks import Ranks, unwrap
 from tests.helpers.core_nets import batch, mlp
 from tests.helpers.gloo import run_ranks
 
@@ -36,17 +36,6 @@ def make_model() -> nn.Sequential:
 
 def static(schedule: dict[int, str | None] = SCHEDULE) -> dict[str, Any]:
     return {"policy": StaticPolicy(schedule), "layers": r"[135]|6"}
-
-
-def halve(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook that counts, and divides by two itself."""
-    state["calls"] += 1
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / 2)  # type: ignore[no-any-return]
-
-
-# DDP compares the annotations with the classes, and does not read them as text.
-halve.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 def train(
@@ -80,11 +69,6 @@ def worker(rank: int) -> dict[str, Any]:
     for name, options in OPTIONS.items():
         ddp = DistributedDataParallel(make_model(), **options)
         found[name], _ = train(ddp, static(), rows)
-    ddp = DistributedDataParallel(make_model())
-    counter = {"calls": 0}
-    ddp.register_comm_hook(counter, halve)
-    found["hook"], _ = train(ddp, static(), rows)
-    found["hook_calls"] = counter["calls"]
     for policy in ("plasticity", "autofreeze", "budget"):
         ddp = DistributedDataParallel(make_model())
         measured = {
@@ -120,7 +104,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", [*OPTIONS, "hook"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_equal_one_process_through_freeze_and_unfreeze(
     ranks: list[dict[str, Any]], name: str
 ) -> None:
@@ -135,10 +119,6 @@ def test_gradients_equal_one_process_through_freeze_and_unfreeze(
                 torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_communication_hook_survives_the_rebuild(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["hook_calls"] >= NUM_STEPS
-
-
 @pytest.mark.parametrize("policy", ["plasticity", "autofreeze", "budget"])
 def test_ranks_decide_alike_and_stay_in_step(ranks: list[dict[str, Any]], policy: str) -> None:
     first, second = (rank[policy] for rank in ranks)
@@ -148,36 +128,12 @@ def test_ranks_decide_alike_and_stay_in_step(ranks: list[dict[str, Any]], policy
     assert first["policy"] == second["policy"], "any rank's state is everyone's"
     for name, value in first["weights"].items():
         assert torch.equal(value, second["weights"][name]), name
-
-
-def test_the_measured_run_unfroze_too(ranks: list[dict[str, Any]]) -> None:
-    assert None in [boundary for _, boundary in ranks[0]["plasticity"]["schedule"]]
+    if policy == "plasticity":
+        assert None in [boundary for _, boundary in first["schedule"]], "it unfroze too"
 
 
 def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
     assert "rank 1 has 1 frozen layers and rank 0 has 0" in ranks[1]["disagreement"]
-
-
-@pytest.mark.parametrize("options", [{}, OPTIONS["bucket_view"], OPTIONS["static_graph"]])
-def test_a_rebuilt_wrapper_reduces_what_is_trainable(
-    process_group: None, options: dict[str, Any]
-) -> None:
-    ddp = DistributedDataParallel(make_model(), **options)
-    counter = {"calls": 0}
-    ddp.register_comm_hook(counter, halve)
-    x, y = batch(0, 8)
-    for trainable in (True, False, True):
-        for parameter in ddp.module[0].parameters():
-            parameter.requires_grad_(trainable)
-            parameter.grad = None
-        rebuild(ddp)
-        calls = counter["calls"]
-        for _ in range(2):
-            F.cross_entropy(ddp(x.flatten(1)), y).backward()
-        assert counter["calls"] > calls
-        assert (ddp.module[0].weight.grad is not None) is trainable
-        names = [n for n, _ in ddp.named_parameters()]
-        assert len(names) == 8, "the wrapper and its names stay"
 
 
 def bytes_seen(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -192,7 +148,8 @@ def bytes_seen(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.
     return future
 
 
-bytes_seen.__annotations__ = halve.__annotations__
+# DDP compares the annotations with the classes, and does not read them as text.
+bytes_seen.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own
@@ -249,11 +206,3 @@ def test_what_powersgd_keeps_for_a_bucket_goes_with_the_bucket(process_group: No
     assert [len(found) for found in gradients] == [8] * 4 + [6] * 4 + [8] * 4
     assert state.error_dict, "it was in use"
     assert all(torch.isfinite(g).all() for found in gradients for g in found.values())
-
-
-def test_a_pytorch_without_the_internals_is_a_clear_error() -> None:
-    class Other:
-        _comm_hooks: tuple[Any, ...] = ()
-
-    with pytest.raises(EgeriaError, match="wrap the model again"):
-        rebuild(Other())  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from egeria_core import ControllerConfig, EvaluatorError
+from egeria_core import EvaluatorError
 from egeria_core.history import Verdict
 from egeria_core.reference import (
     Call,
@@ -31,9 +30,9 @@ from egeria_core.reference import (
     copy_modules,
     copy_weights,
 )
-from egeria_core.reference.wire import receive, send
+from egeria_core.reference.wire import send
 from egeria_core.reference.worker import MainModule, serve
-from tests.helpers.core_nets import ResNet, mlp
+from tests.helpers.core_nets import mlp
 
 DEADLINE_S = 60.0
 torch.set_num_threads(1)
@@ -162,15 +161,6 @@ def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
         wait_for(lambda: bool(process.poll()), "the error to arrive")
 
 
-def test_a_layer_that_fails_is_an_error() -> None:
-    evaluator = InlineEvaluator("fp32")
-    item = make_item([nn.Linear(8, 8)], 0, new=True)
-    item.modules, item.weights = [Greedy()], [{}]
-    with pytest.raises(EvaluatorError, match="MemoryError"):
-        evaluator.submit(item)
-    assert evaluator.poll() == []
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -194,37 +184,6 @@ def test_what_fails_in_the_worker_is_told_and_ends_it(fault: str, told: str) -> 
     theirs.close()
 
 
-def test_the_process_yields_to_everybody(process: ProcessEvaluator) -> None:
-    wait_for(lambda: psutil.Process(process.pid).nice() == 19, "it to step back")
-
-
-def test_messages_keep_tensors_of_every_kind() -> None:
-    reader, writer = Pipe(duplex=False)
-    model = ResNet()
-    message = {
-        "bf16": torch.randn(3, 4).to(torch.bfloat16),
-        "empty": torch.empty(0, 3),
-        "scalar": torch.tensor(7),
-        "bool": torch.tensor([True, False]),
-        "strided": torch.arange(12).view(3, 4).T,
-        "model": model,
-    }
-    thread = threading.Thread(target=send, args=(writer, message))
-    thread.start()
-    found = receive(reader)
-    thread.join()
-    for name in ("bf16", "empty", "scalar", "bool", "strided"):
-        assert torch.equal(found[name], message[name]), name  # type: ignore[arg-type]
-        assert found[name].dtype == message[name].dtype  # type: ignore[union-attr]
-    for a, b in zip(found["model"].parameters(), model.parameters(), strict=True):
-        assert isinstance(a, nn.Parameter)
-        assert torch.equal(a, b)
-        assert a.requires_grad
-    found["model"](torch.randn(2, 1, 8, 8)).sum().backward()
-    reader.close()
-    writer.close()
-
-
 def test_classes_of_the_script_are_found_if_it_is_guarded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -236,59 +195,6 @@ def test_classes_of_the_script_are_found_if_it_is_guarded(tmp_path: Path) -> Non
         _ = MainModule(str(script)).Net
     with pytest.raises(AttributeError, match="guard"):
         _ = MainModule("").Net
-
-
-@pytest.mark.long
-def test_a_model_of_the_script_is_judged_in_the_process(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import time, torch
-            from torch import nn
-            from egeria_core import FreezeController
-
-            class Layer(nn.Linear):
-                pass
-
-            if __name__ == "__main__":
-                model = nn.Sequential(Layer(8, 8), nn.Tanh(), Layer(8, 8), nn.Tanh(), Layer(8, 2))
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                with FreezeController(model, optimizer, evaluate_every=1, bootstrap=None,
-                                      evaluator="process") as controller:
-                    deadline = time.monotonic() + 120
-                    while not controller.history.of("reading") and time.monotonic() < deadline:
-                        loss = model(torch.randn(8, 8)).square().mean()
-                        optimizer.zero_grad()
-                        loss.backward()
-                        optimizer.step()
-                        controller.step(loss)
-                        time.sleep(0.01)
-                    print(len(controller.history.of("reading")))
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.strip()) >= 1, done.stderr
-
-
-def test_auto_takes_a_process_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ControllerConfig(evaluate_every=1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert config.evaluator_for("cpu") == "inline"
-    assert config.evaluator_for("cuda") == "process"
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    assert config.evaluator_for("cpu") == "process"
-    inline = ControllerConfig(evaluate_every=1, evaluator="inline")
-    assert inline.evaluator_for("cuda") == "inline"
 
 
 def test_a_forgotten_controller_takes_its_process_along() -> None:

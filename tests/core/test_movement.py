@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from egeria_core import ControllerConfig, History
-from egeria_core.learning_rate import MeanRate
 from egeria_core.watch import Watched
 from egeria_core.watch.forward import LayerMap
 from egeria_core.watch.movement import MovementMeter, bare_optimizer
-from tests.helpers.steps import take_step
 
 
 class Tokens(nn.Module):
@@ -173,19 +170,6 @@ def test_a_step_that_the_scaler_skips_is_no_reading(name: str) -> None:
     assert all(speed > 0 for _, _, speed in read)
 
 
-def test_what_no_layer_owns_belongs_to_the_first_boundary_it_feeds() -> None:
-    model = Tokens()
-    model.head.weight = model.embed.weight
-    own = resolved(model).parameters_of_layers()
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for p in own[0]} == {
-        "embed.weight", "token", "first.weight", "first.bias",
-    }  # fmt: skip
-    assert {names[id(p)] for part in own[1:] for p in part} == {
-        "second.weight", "second.bias", "head.bias",
-    }  # fmt: skip
-
-
 def test_frozen_layers_and_absent_gradients_are_passed_over() -> None:
     torch.manual_seed(0)
     model = Tokens()
@@ -234,45 +218,6 @@ def test_sparse_gradients_are_read() -> None:
     meter.close()
 
 
-def test_reading_changes_no_bit_of_the_training() -> None:
-    states = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        model = Tokens()
-        layers = resolved(model)
-        optimizer = OPTIMIZERS["nesterov"](model.parameters())
-        meter = watch(model, optimizer, layers, 3) if watched else None
-        for step in range(12):
-            x, y = batch(step)
-            loss = take_step(F.cross_entropy(model(x).flatten(0, 1), y.flatten()), optimizer)
-            if meter is not None:
-                meter.note(loss)
-                meter.measure(step, 0)
-        states.append(model.state_dict())
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), name
-
-
-def test_no_more_than_one_layer_is_copied_and_nothing_stays() -> None:
-    torch.manual_seed(0)
-    model = Tokens()
-    layers = resolved(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    meter = watch(model, optimizer, layers, 3)
-    copied = []
-    optimizer.register_step_pre_hook(
-        lambda *_: copied.append(sum(t.numel() for t in meter._opened.old) if meter._opened else 0)
-    )
-    for step in range(6):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-        assert meter._opened is None
-    sizes = [sum(p.numel() for p in own) for own in owners(model)]
-    assert copied == sizes * 2
-
-
 def test_a_wrapped_optimizer_is_read_and_one_that_never_steps_is_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -291,13 +236,3 @@ def test_a_wrapped_optimizer_is_read_and_one_that_never_steps_is_one_warning(
             meter.measure(step, 0)
     assert caplog.text.count("none of the optimizer's steps was seen") == 1
     assert meter.collect()[0].values == (1.0, 0.0, *[None] * 6)
-
-
-def test_the_mean_rate_weighs_groups_by_their_size() -> None:
-    groups = [
-        {"params": [torch.zeros(30)], "lr": 0.1},
-        {"params": [torch.zeros(2, 5)], "lr": torch.tensor(0.5)},
-    ]
-    assert MeanRate(SimpleNamespace(param_groups=groups))() == pytest.approx(
-        (30 * 0.1 + 10 * 0.5) / 40
-    )

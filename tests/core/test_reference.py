@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ from egeria_core.reference import LayerTap, Probe, Wire
 from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
 from egeria_core.reference.references import FloatReference, Reference, run_layer
 from egeria_core.reference.runner import ReferenceChain
-from egeria_core.reference.snapshot import copy_modules, copy_weights, load_weights
+from egeria_core.reference.snapshot import copy_modules, copy_weights
 from egeria_core.reference.tap import first_activation
 from egeria_core.watch import LayerMap
-from tests.helpers.core_nets import FAMILIES, Bert, ResNet, family_batch, mlp
+from tests.helpers.core_nets import FAMILIES, family_batch, mlp
 
 torch.set_num_threads(1)
 
@@ -85,7 +84,7 @@ LIMITS = {"fp32": 1e-12, "bf16": 1e-4, "int8-static": 1e-3, "int8-dynamic": 1e-3
 @pytest.mark.parametrize(
     ("name", "family", "layer"),
     [(name, family, layer) for family in FAMILIES for name, layer in (("fp32", 1), ("bf16", 1))]
-    + [("int8-static", f, 1) for f in ("resnet", "mobilenet")]
+    + [("int8-static", f, 1) for f in ("resnet",)]
     + [("int8-dynamic", f, 1) for f in ("bert", "vit", "encoder_decoder", "mlp")],
 )
 def test_a_reference_stays_close_and_keeps_its_moment(name: str, family: str, layer: int) -> None:
@@ -108,8 +107,7 @@ def test_a_reference_stays_close_and_keeps_its_moment(name: str, family: str, la
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [("resnet", "int8-static"), ("mobilenet", "int8-static")]
-    + [(f, "int8-dynamic") for f in ("bert", "vit", "encoder_decoder")],
+    [("resnet", "int8-static")] + [(f, "int8-dynamic") for f in ("bert", "vit", "encoder_decoder")],
 )
 def test_int8_takes_the_kind_that_suits_the_layer(family: str, expected: str) -> None:
     _, modules, probe, _ = capture(family, 1)
@@ -190,17 +188,6 @@ def test_noise_that_drowns_the_plasticity_changes_the_reference_at_the_next_refr
     assert not chain.heed(0.0), "full precision is the last resort"
 
 
-def test_when_nothing_can_represent_the_layer_the_error_is_the_layers_own() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("boom")
-
-    _, _, probe, _ = capture("mlp", 1)
-    probe.calls = probe.calls[:1]
-    with pytest.raises(RuntimeError, match="boom"):
-        ReferenceChain("bf16").refresh([Broken()], probe)
-
-
 @pytest.mark.parametrize("kind", ["int8", "bf16", "fp32"])
 def test_building_leaves_the_process_as_it_was(kind: ReferenceKind) -> None:
     engine = torch.backends.quantized.engine
@@ -212,38 +199,6 @@ def test_building_leaves_the_process_as_it_was(kind: ReferenceKind) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == fastpath
     for before, after in zip(weights, copy_weights(modules), strict=True):
         assert all(torch.equal(before[k], after[k]) for k in before)
-
-
-def test_snapshots_carry_no_hooks_no_gradients_and_no_training_mode() -> None:
-    model = ResNet().train()
-    calls: list[int] = []
-    handle = model.layer1.register_forward_hook(lambda *args: calls.append(1))
-    model(torch.randn(4, 1, 8, 8)).sum().backward()
-    (clone,) = copy_modules([model.layer1])
-    calls.clear()
-    clone(torch.randn(2, 4, 8, 8))
-    assert not calls
-    assert not any(p.requires_grad or p.grad is not None for p in clone.parameters())
-    assert not any(m.training for m in clone.modules())
-    assert model.layer1.training
-    model(torch.randn(4, 1, 8, 8))
-    assert calls, "the original keeps its hooks"
-    handle.remove()
-
-
-def test_weights_travel_with_buffers_and_are_copies() -> None:
-    source, target = copy.deepcopy(ResNet().layer2), ResNet().layer2
-    weights = copy_weights([source])
-    load_weights([target], weights)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            copy_weights([source])[0].values(), copy_weights([target])[0].values(), strict=True
-        )
-    )
-    with torch.no_grad():
-        next(source.parameters()).zero_()
-    assert weights[0]["0.conv1.weight"].abs().sum() > 0
 
 
 def test_a_validation_pass_is_not_captured() -> None:
@@ -277,34 +232,3 @@ def test_an_in_place_activation_does_not_change_what_was_captured() -> None:
     assert torch.equal(probe.calls[0].args[0], expected)
     assert (expected < 0).any()
     tap.close()
-
-
-def test_a_cache_of_keys_and_values_is_not_replayed() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, past_key_values: list[Tensor] | None = None) -> Tensor:
-            if past_key_values is not None:
-                past_key_values.append(x)
-            out: Tensor = self.linear(x)
-            return out
-
-    block = Block()
-    tap = LayerTap(nn.Sequential(block), [["0"]])
-    tap.arm(0, 4)
-    cache: list[Tensor] = []
-    block(torch.randn(4, 4), past_key_values=cache)
-    probe = tap.take()
-    assert probe is not None
-    assert probe.calls[0].kwargs == {"past_key_values": None}
-    run_layer(copy_modules([block]), probe)
-    assert len(cache) == 1
-    tap.close()
-
-
-def test_only_bert_like_models_need_masks_and_they_come_along() -> None:
-    _, modules, probe, _ = capture("bert", 2)
-    assert isinstance(modules[0], type(Bert().encoder[0]))
-    assert probe.calls[0].kwargs["mask"].shape[0] == 6

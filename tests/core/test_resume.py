@@ -23,7 +23,6 @@ from egeria_core import (
     PolicyError,
     StaticPolicy,
 )
-from egeria_core.learning_rate import WarmRestart
 from egeria_core.reference.runner import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 from tests.helpers.steps import take_step
@@ -125,22 +124,6 @@ def test_a_resumed_run_freezes_before_its_first_forward_and_tells_the_cache() ->
     assert second.controller.schedule() == first.controller.schedule()
 
 
-@pytest.mark.parametrize("reference", ["int8", "bf16"])
-def test_a_resumed_run_rebuilds_a_quantised_reference(reference: str) -> None:
-    def readings(run: Run) -> list[float]:
-        return [r["value"] for r in run.controller.history.of("reading")]
-
-    options = {"reference": reference, "window": 4, "tolerance": 1e-9}
-    whole = Run(**options)
-    whole.train(range(30))
-    first = Run(**options)
-    first.train(range(19))
-    second = Run(**options)
-    second.load(first.save())
-    second.train(range(19, 30))
-    assert readings(second) == pytest.approx(readings(whole), rel=1e-4)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reference", ["fp32", "int8"])
 def test_every_family_freezes_and_its_frozen_weights_stay(family: str, reference: str) -> None:
@@ -231,65 +214,6 @@ def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
     assert len(run.controller.history.of("evaluator_lost")) == 1
 
 
-def test_dropped_evaluations_are_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from egeria_core.reference import InlineEvaluator
-
-    monkeypatch.setattr(InlineEvaluator, "submit", lambda *args: False)
-    run = Run(evaluate_every=1, bootstrap=None)
-    run.train(range(45))
-    assert caplog.text.count("were dropped") == 1
-    assert len(run.controller.history.of("dropped")) > 30
-    assert run.controller.schedule() == []
-
-
-def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(bootstrap=None)
-    run.train(range(3))
-    block = run.model.layer1[0]
-    forward = block.forward
-    run.model.layer1.forward = lambda x: run.model.layer1[1].forward(forward(x))  # type: ignore[method-assign]
-    run.train(range(3, 20))
-    assert caplog.text.count("have not fired") == 1
-    assert len(run.controller.history.of("tap_silent")) == 1
-
-
-def test_short_batches_give_no_reading_until_they_are_the_rule(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("egeria_core.watch.activations.PROBE_ROWS", 8)
-    run = Run(evaluate_every=1, bootstrap=None, window=10, tolerance=1e-9)
-    for step, size in enumerate([8] * 5 + [4] + [8] * 3 + [4] * 8):
-        x, y = family_batch("image", step, size)
-        run.controller.step(take_step(F.cross_entropy(run.model(x), y), run.optimizer))
-    steps = [record["step"] for record in run.controller.history.of("reading")]
-    assert 6 not in steps
-    assert 7 in steps, "the short batch still refreshed the reference"
-    assert [record["rows"] for record in run.controller.history.of("probe_rows")] == [4]
-    assert steps[-1] == 17
-
-
-def test_a_users_own_policy_needs_five_names_only() -> None:
-    class EveryTen:
-        measure = "nothing"
-
-        def bind(self, boundaries: Any) -> None:
-            self.names = list(boundaries)
-
-        def observe(self, reading: Any) -> int:
-            return min(reading.step // 10, len(self.names))
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    run = Run(policy=EveryTen)
-    run.train(range(45))
-    assert [step for step, _ in run.controller.schedule()] == [10, 20, 30, 40]
-
-
 def test_a_policy_that_freezes_the_last_layer_is_stopped() -> None:
     class All(StaticPolicy):
         def observe(self, reading: Any) -> int:
@@ -297,14 +221,6 @@ def test_a_policy_that_freezes_the_last_layer_is_stopped() -> None:
 
     with pytest.raises(PolicyError, match="last one"):
         Run(policy=lambda: All({}))
-
-
-def test_a_static_boundary_holds_from_the_first_forward() -> None:
-    run = Run(policy=lambda: StaticPolicy({0: "layer1.1"}))
-    before = run.model.conv1.weight.detach().clone()
-    run.train(range(3))
-    assert torch.equal(run.model.conv1.weight, before)
-    assert run.controller.schedule() == [(0, "layer1.1")]
 
 
 def test_a_backward_move_goes_through_an_unfreeze() -> None:
@@ -326,14 +242,6 @@ def test_warm_restarts_unfreeze_under_a_cosine_schedule() -> None:
     unfrozen = [step for step, boundary in run.controller.schedule() if boundary is None]
     assert unfrozen == [21, 41]
     assert any(step > 21 for step, boundary in run.controller.schedule() if boundary)
-
-
-def test_a_warm_up_is_no_restart() -> None:
-    rule = WarmRestart()
-    assert not any(rule.should_unfreeze(i, (0.01 * (i + 1),), 1) for i in range(10))
-    assert not rule.should_unfreeze(11, (0.05,), 1)
-    assert not rule.should_unfreeze(12, (0.08,), 1)
-    assert rule.should_unfreeze(13, (0.1,), 1)
 
 
 def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:

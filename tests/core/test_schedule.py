@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from egeria_core.learning_rate import MeanRate
-from egeria_core.savings.schedule import Schedule, find_length, simulate
+from egeria_core.savings.schedule import Schedule, find_length
 
 TOTAL = 60
 SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
@@ -91,38 +90,11 @@ def test_the_sum_is_that_of_the_rates_then_used(name: str, every: int, late: boo
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_simulating_touches_nothing(name: str) -> None:
-    optimizer = make_optimizer()
-    scheduler = SCHEDULERS[name](optimizer)
-    before = copy.deepcopy((scheduler.state_dict(), optimizer.state_dict()))
-    rates = simulate(scheduler, TOTAL)
-    assert (scheduler.state_dict(), optimizer.state_dict()) == before
-    used = []
-    for _ in range(TOTAL):
-        used.append(MeanRate(optimizer)())
-        optimizer.step()
-        scheduler.step()
-        if len(used) == TOTAL - 1 and name == "onecycle":
-            used.append(MeanRate(optimizer)())
-            break
-    assert rates == pytest.approx(used, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_length_is_known_where_the_scheduler_says_it(name: str) -> None:
     scheduler = SCHEDULERS[name](make_optimizer())
     assert find_length(scheduler) == LENGTHS.get(name)
     schedule = Schedule(scheduler, None)
     assert schedule.has_end is (name in LENGTHS)
-
-
-def test_a_scheduler_with_an_end_needs_no_total() -> None:
-    optimizer = make_optimizer()
-    scheduler = SCHEDULERS["onecycle"](optimizer)
-    schedule = Schedule(scheduler, None)
-    used, told = run(scheduler, optimizer, schedule, 1, late=False)
-    assert told[20].steps == 40
-    assert told[20].rate == pytest.approx(sum(used[20:]))
 
 
 def test_a_function_of_the_step_is_a_schedule() -> None:
@@ -152,20 +124,6 @@ def test_a_plateau_cannot_be_foretold_and_is_said_once(caplog: pytest.LogCapture
     assert left is not None
     assert (left.steps, left.rate) == (11, None)
     assert caplog.text.count("cannot be foretold") == 1
-
-
-def test_rates_that_are_set_by_hand_are_seen_and_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    optimizer = make_optimizer()
-    schedule = Schedule(lambda step: 0.1, TOTAL)
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 40):
-            told = schedule.remaining(step, 0.1 if step < 10 else 0.001 * step)
-    assert told is not None
-    assert told.rate is None
-    assert caplog.text.count("others than those of the schedule") == 1
-    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_scheduler_that_is_stepped_twice_a_step_is_followed() -> None:

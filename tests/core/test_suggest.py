@@ -148,21 +148,6 @@ def test_the_deepest_boundary_within_the_budget_is_suggested(
     assert found.boundary == best
 
 
-def test_a_suggestion_is_followed_from_the_first_forward_on() -> None:
-    found = asked(lambda model: 1.0)
-    model = net()
-    controller = FreezeController(
-        model, sgd(model), policy=found.policy(), layers=LAYERS, total_steps=4
-    )
-    assert controller.boundary == found.boundary == "4"
-    assert frozen_layers(model) == 3
-    controller.close()
-    nothing = Suggestion(trials=(), boundary=None, harm_budget=0.0, seconds=0.0)
-    model = net()
-    with FreezeController(model, sgd(model), policy=nothing.policy(), layers=LAYERS) as controller:
-        assert controller.boundary is None
-
-
 def test_what_cannot_be_probed_is_told() -> None:
     with pytest.raises(ValueError, match="made no FreezeController with this policy"):
         suggest_boundary(net(), lambda model, policy: None, lambda model: 0.0)
@@ -174,14 +159,3 @@ def test_what_cannot_be_probed_is_told() -> None:
 
 def trial(boundary: str, harm: float) -> Trial:
     return Trial(boundary=boundary, score=1.0, harm=harm, frozen_parameters=0.25)
-
-
-def test_the_table_reads_well() -> None:
-    trials = (trial("layer1", -0.002), trial("layer2", 0.0312))
-    found = Suggestion(trials=trials, boundary="layer1", harm_budget=0.01, seconds=12.3)
-    assert str(found).splitlines() == [
-        "layer1  harm -0.0020; 25% of the parameters",
-        "layer2  harm +0.0312; 25% of the parameters",
-        "freeze up to layer1 from the start: it gains 0.0020 where 0.01 are allowed "
-        "(asked in 12 s)",
-    ]

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent / "simulated"
 ROOT = HERE.parents[2]
 GROUPS = {
     "chain": ("chain", "counts"),
-    "features": ("features", "memory", "padded", "benchmark"),
+    "features": ("features", "memory", "padded"),
     "models": ("zoo", "controller", "ring"),
     "order": ("order",),
     "hostile": ("hostile",),

@@ -30,11 +30,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
+from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from egeria_cache.store.disk import place
 from egeria_core import FreezeController
-from egeria_core.pipeline import PipelinePlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
@@ -213,12 +212,6 @@ def compiled_whole(where):
     torch._dynamo.reset()
 
 
-@mistake("The boundary is given as a module")
-def module_as_boundary(where):
-    net = model()
-    cached(net, where, boundary=net.blocks[1])
-
-
 @mistake("Nothing is frozen")
 def nothing_frozen(where):
     trained(model(frozen=()), where, boundary="auto")
@@ -228,11 +221,6 @@ def nothing_frozen(where):
 def copy_is_called(where):
     net = model()
     trained(net, where, loop={"call": copy.deepcopy(net)})
-
-
-@mistake("Model and directory are swapped")
-def swapped(where):
-    ActivationCache(str(where / "cache"), model())
 
 
 @mistake("The cache was closed before the last epoch")
@@ -268,21 +256,6 @@ def another_loader(where):
 def loader_as_data(where):
     with cached(model(), where) as cache:
         EgeriaLoader(DataLoader(samples(), 8), cache=cache)
-
-
-@mistake("The data set has no length")
-def no_length(where):
-    class Endless(Dataset):
-        def __getitem__(self, index):
-            return torch.zeros(6), 0
-
-    with cached(model(), where) as cache:
-        EgeriaLoader(Endless(), 8, cache=cache)
-
-
-@mistake("`batch_size=None`")
-def no_batches(where):
-    trained(model(), where, size=None)
 
 
 @mistake("A batch is a list of samples (the collate function of detection)")
@@ -399,12 +372,6 @@ def foreign_directory(where):
     cached(model(), where)
 
 
-@mistake("The path is a file")
-def file_as_directory(where):
-    (where / "cache").touch()
-    cached(model(), where)
-
-
 @mistake("The directory cannot be written")
 def unwritable(where):
     refused = PermissionError(errno.EACCES, "Permission denied")
@@ -462,31 +429,11 @@ def forked(where):
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-@mistake("The limit is not understood")
-def strange_limit(where):
-    cached(model(), where, limit="a lot")
-
-
 @mistake("fill() before anything is frozen")
 def fill_nothing(where):
     net = model()
     with cached(net, where, boundary=None) as cache:
         cache.fill(EgeriaLoader(samples(), 8, cache=cache), progress=False)
-
-
-@mistake("fill() with a loader of another cache")
-def fill_other(where):
-    with cached(model(), where) as cache:
-        cache.fill(EgeriaLoader(samples(), 8), progress=False)
-
-
-@mistake("Records of another shape are stored beside others")
-def another_layout(where):
-    with ActivationStore(where / "cache") as store:
-        store.put_batch([1, 2], torch.zeros(2, 512))
-        store.flush()
-        store.put_batch([3], torch.zeros(1, 256))
-        store.flush()
 
 
 @mistake("A loader's state is loaded over another data set")
@@ -512,23 +459,6 @@ def no_loss(where):
         net(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         controller.step()
-
-
-@mistake("The controller is given parameters in place of the optimizer")
-def parameters_as_optimizer(where):
-    net = model(frozen=())
-    FreezeController(net, net.parameters(), total_steps=100)
-
-
-@mistake("A model without layers that could be frozen one after another")
-def one_layer(where):
-    net = nn.Linear(4, 4)
-    FreezeController(net, torch.optim.SGD(net.parameters(), 0.1), total_steps=100)
-
-
-@mistake("A pipeline's schedule has several stages on a rank")
-def interleaved_stages(where):
-    PipelinePlan.start([1.0] * 8, 2, schedule="Interleaved1F1B", microbatches=8)
 
 
 def document() -> str:

@@ -1,8 +1,8 @@
-"""Every command in README and docs/*.md is run, or at least understood by the program it names.
+"""Every command in README and docs/*.md is understood by the program it names.
 
-What costs little is run (`RUN`). Of all others the command line is parsed by the program itself,
-which then stops: an option that is gone, a script that was moved or an extra that was renamed fails
-here. What cannot even be parsed without a program that is not here stands in `NOT_HERE`.
+It parses the command line, and stops then: an option that is gone, a script that was moved or an
+extra that was renamed fails here. What cannot be parsed without a program that is not here stands
+in `NOT_HERE`.
 """
 
 import argparse
@@ -13,18 +13,13 @@ import runpy
 import shlex
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 from torch.distributed.run import parse_args as parse_torchrun
 
-import egeria_cache.inspect.plan as forecast_module
-from egeria_cache import EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from tests.docs.found import ROOT, commands
-from tests.docs.mistakes import cached, model, samples, train
-from tests.docs.surroundings import AROUND
 
 COMMANDS = commands()
 ARGS = next(line for line in COMMANDS if line.startswith("ARGS=")).partition("=")[2].strip('"')
@@ -111,57 +106,13 @@ def start(words, monkeypatch):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
 
-@pytest.fixture
-def factories(tmp_path, monkeypatch):
-    """The user's train.py, in the current directory."""
-    before = textwrap.dedent(AROUND["README.md", "The change to a training loop", 0].before)
-    made = """
-
-def make():
-    loader = torch.utils.data.DataLoader(dataset, 32)
-    return model, loader, lambda model, batch: model(batch[0]).square().mean()
-"""
-    (tmp_path / "train.py").write_text("import torch\n" + before + made)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(forecast_module, "ENOUGH_S", 0.0)
-    others = {name: sys.modules.pop(name, None) for name in ("train",)}
-    yield
-    for name, module in others.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
-
-
-def run_plan(words):
-    assert cache_inspect(words[1:]) == 0
-    return "batches of 32, measured with 64 of 160 samples"
-
-
-RUN = {
-    "cache-inspect plan train:make": (
-        run_plan, "factories",
-    ),
-}  # fmt: skip
-"""What runs a command and returns what it shows then, and a fixture that it needs."""
-
-
 def test_what_is_listed_here_is_in_the_documents():
-    assert {*RUN, *MENTIONS, *NOT_HERE} <= {*COMMANDS}
+    assert {*MENTIONS, *NOT_HERE} <= {*COMMANDS}
     assert len(COMMANDS) > 40
 
 
-@pytest.mark.parametrize("line", RUN)
-def test_a_command_runs_as_it_stands(line, request, capsys):
-    run, fixture = RUN[line]
-    request.getfixturevalue(fixture)
-    (words,) = words_of(line)
-    shows = run(words)
-    assert shows in capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in RUN])
+@pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood(line, monkeypatch):
     if "benchmarks" in line or "examples" in line:
         pytest.importorskip("sklearn")
@@ -183,41 +134,10 @@ INSPECT = (ROOT / "docs" / "inspect.md").read_text()
 ROWS = re.findall(r"^\| `([a-z]+[^`]*)`", INSPECT.partition("## What `--json`")[0], re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def generations(tmp_path_factory):
-    where = tmp_path_factory.mktemp("inspected")
-    for seed in (0, 1):
-        net = model()
-        with torch.no_grad():
-            net.stem.weight += seed
-        with cached(net, where) as cache:
-            train(net, EgeriaLoader(samples(), 8, cache=cache), 1)
-    return where / "cache"
-
-
 def test_each_command_of_the_inspector_has_its_row(capsys):
     cache_inspect(["--help"])
     listed = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
     assert {row.split()[0] for row in ROWS} == set(listed)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_each_command_of_the_inspector_runs(row, generations, tmp_path, capsys):
-    names = sorted(path.name for path in generations.glob("gen-*"))
-    assert len(names) == 2
-    left, file = list(names), tmp_path / "one.egeria"
-    words = [
-        left.pop(0) if word == "GEN" else str(file) if word == "FILE" else word
-        for word in re.sub(r"[][]", "", row).split()
-    ]
-    directory = generations
-    if words[0] == "unpack":
-        assert cache_inspect([str(generations), "pack", names[0], str(file)]) == 0
-        directory = tmp_path / "other"
-    words += ["--unused"] if words[0] == "prune" else []
-    capsys.readouterr()
-    assert cache_inspect([str(directory), *words]) == 0
-    assert capsys.readouterr().out.strip()
 
 
 def test_each_option_that_is_told_of_is_there(capsys):

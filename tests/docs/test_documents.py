@@ -9,7 +9,7 @@ import torch
 
 from egeria_cache.__main__ import NEEDED, OPTIONAL, main
 from tests.docs.found import ROOT
-from tests.docs.mistakes import DOCUMENT, MISTAKES, document
+from tests.docs.mistakes import DOCUMENT, document
 
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 
@@ -117,16 +117,6 @@ def page():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_page_is_what_is_said(page):
     assert DOCUMENT.read_text() == page, "run python -m tests.docs.mistakes"
-
-
-def test_every_mistake_gets_a_message(page):
-    titles = re.findall("^## (.*)$", page, re.MULTILINE)
-    messages = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
-    assert titles == [one.title for one in MISTAKES]
-    assert len(messages) == len(titles) >= 20
-    for title, message in zip(titles, messages, strict=True):
-        assert len(message.split()) >= 1, title
-        assert not re.match("(AttributeError|KeyError|AssertionError)", message), title
 
 
 # `python -m egeria_cache` says what a bug report needs.

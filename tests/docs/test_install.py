@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
-from egeria_cache import __version__
 from tests.docs.found import ROOT, blocks, sides
 from tests.docs.surroundings import AROUND, CHANGE
 
@@ -63,32 +61,6 @@ def test_a_bare_environment_runs_the_first_example(tmp_path):
     )
     call(python, script)
     assert "160" in call(python.parent / "cache-inspect", tmp_path / "runs" / "cache")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("compiler", ["cc", "false"])
-def test_a_wheel_is_made_of_the_source_archive_with_a_compiler_and_without(tmp_path, compiler):
-    environment = {**os.environ, "CC": compiler}
-
-    def call(*command):
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    pytest.importorskip("build")
-    call("build", "--sdist", "--outdir", "made", ROOT)
-    (archive,) = tmp_path.glob("made/egeria-*.tar.gz")
-    assert __version__ in archive.name
-    call("pip", "wheel", "--no-deps", "--wheel-dir", "made", archive)
-    (wheel,) = tmp_path.glob("made/*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert ("egeria_cache/store/_kernel.so" in names) is (compiler == "cc")
-    assert ("py3-none-any" in wheel.name) is (compiler == "false")
-    assert {"egeria_cache/py.typed", "egeria_core/py.typed"} <= {*names}
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
 
 
 # The codec that docs/extending.md adds: its change is made to a copy of the package, and works.

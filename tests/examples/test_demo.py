@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import demo
 import pytest
 import torch
-from demo_runs import ACTS, Side
 
 EXAMPLES = Path(demo.__file__).parent
 FLAGS = ["--quick", "--act", "finetune", "--out"]
@@ -64,29 +62,3 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, number, capsys):
     whole = tmp_path / "whole"
     assert demo.main([*FLAGS, str(whole)]) == 0
     assert losses(whole) == (plain, egeria)
-
-
-@pytest.mark.long
-def test_a_run_from_scratch_goes_on_alike(tmp_path):
-    act = replace(next(act for act in ACTS if act.name == "scratch"), epochs=2)
-
-    def side(name):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        return Side(act, folder, 0, {}, egeria=True)
-
-    whole = side("whole")
-    for _ in range(2):
-        whole.epoch(lambda samples, seconds: None)
-    parted = side("parted")
-    assert not parted.resume()
-    parted.epoch(lambda samples, seconds: None)
-    parted.save()
-    parted.close()
-    again = side("parted")
-    assert again.resume()
-    again.epoch(lambda samples, seconds: None)
-    assert again.record.losses == whole.record.losses
-    assert again.record.accuracies == whole.record.accuracies
-    whole.close()
-    again.close()

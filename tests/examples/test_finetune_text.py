@@ -4,25 +4,6 @@ import re
 
 import finetune_text
 import pytest
-import torch
-from docstrings import PADDING, VOCABULARY, Docstrings, pad
-
-
-def test_docstrings_are_of_many_lengths_and_padded_to_the_longest_of_a_batch():
-    data = Docstrings(("json", "email"), max_length=64)
-    assert max(data.lengths) == 64
-    assert sum(data.lengths) / len(data) < 48
-    for index, (words, label) in enumerate(data):
-        assert len(words) == data.lengths[index]
-        assert 0 < int(words.min()) <= int(words.max()) < VOCABULARY
-        assert label in (0, 1)
-    chosen = [data[i] for i in (0, 3, 5)]
-    words, labels = pad(chosen)
-    assert words.shape == (3, max(len(one) for one, _ in chosen))
-    for row, (own, label), padded in zip(words, chosen, labels, strict=True):
-        assert torch.equal(row[: len(own)], own)
-        assert (row[len(own) :] == PADDING).all()
-        assert padded == label
 
 
 @pytest.mark.long

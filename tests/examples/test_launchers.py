@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,25 +18,6 @@ ROOT = Path(train.__file__).parents[1]
 FLAGS = (
     "--task image-classification --device cpu --workers 0 --batch-size 8 --epochs 8 --gate always "
     "--evaluator inline --evaluate-every 1 --window 2 --tolerance 5 --save-every 3"
-)
-SCRIPT = textwrap.dedent(
-    """
-    import os, signal, sys
-    from pathlib import Path
-    sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
-    import egeria_core.savings, train, training.log
-    # So short a run is not worth a move.
-    egeria_core.savings.MoveCost.pays = property(lambda payoff: True)
-    once = Path(sys.argv.pop(1))
-    add_loss = training.log.RunLog.add_loss
-    def dying(self, step, loss):
-        add_loss(self, step, loss)
-        if step == 44 and once.name == "once" and os.environ["RANK"] == "1" and not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    training.log.RunLog.add_loss = dying
-    sys.exit(train.main())
-    """
 )
 
 
@@ -70,32 +50,6 @@ def arguments(data: Path, output: Path) -> list[str]:
 
 def log_of(output: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-
-
-def run_script(place: Path, data: Path, output: Path, once: str) -> list[str]:
-    script = place / "run.py"
-    script.write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    return [str(script), path, str(place / once), *arguments(data, output)]
-
-
-@pytest.mark.long
-def test_killed_in_mid_epoch_a_job_goes_on_with_hits_to_the_same_losses(
-    data: Path, tmp_path: Path
-) -> None:
-    whole = run_script(tmp_path, data, tmp_path / "whole", "never")
-    assert "samples from the cache" in launched(torchrun(*whole), tmp_path)
-    killed = run_script(tmp_path, data, tmp_path / "run", "once")
-    said = launched(torchrun("--max-restarts", "1", *killed), tmp_path)
-    assert (tmp_path / "once").exists()
-    assert "going on after step 42" in said
-    expected, found = log_of(tmp_path / "whole"), log_of(tmp_path / "run")
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
-    assert any(record.get("boundary") for record in found), "something was frozen"
-    last = [line for line in said.splitlines() if line.startswith("epoch 7")][-1]
-    assert int(last.split("frozen, ")[1].split()[0]) > 0, last
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.gate import policy
 from egeria_cache.gate.steps import StepTimer
 from egeria_cache.skip.serve.cut import Step
@@ -82,13 +81,6 @@ def test_what_a_busy_machine_scatters_is_no_reason_to_stop():
         timer.step("served", 8 * 1.9, 8)
     assert "1,100,000 us" in timer.verdict[1]
     assert timer.verdict[0]
-
-
-def test_the_first_step_of_each_epoch_counts():
-    timer = timer_of(1.0, 0.9, num_served=20)
-    for _ in range(4):
-        timer.step("served", 3 * 8, 8)
-    assert not timer.verdict[0]
 
 
 def test_controls_tell_what_a_computed_step_costs_without_capture():
@@ -180,18 +172,6 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
-
-
-def test_a_control_is_computed_as_without_a_cache(tmp_path, monkeypatch):
-    captured, own = [], EngineCallbacks.captured
-    monkeypatch.setattr(
-        EngineCallbacks,
-        "captured",
-        lambda self, *args: (captured.append(args), own(self, *args))[1],
-    )
-    monkeypatch.setattr(policy.ServingPolicy, "wants_control", lambda *args: True)
-    assert run(tmp_path, gate="auto")[3].hits == 0
-    assert len(captured) == 6
 
 
 class Expanding(Net):

@@ -72,49 +72,6 @@ def batch(step: int, size: int = 8, shape: tuple[int, ...] = (1, 8, 8)) -> tuple
     return x, torch.randint(0, 10, (size,), generator=generator)
 
 
-class InvertedResidual(nn.Module):
-    """MobileNetV2's block."""
-
-    def __init__(self, num_in: int, num_out: int, stride: int, expand: int) -> None:
-        super().__init__()
-        hidden = num_in * expand
-        self.residual = stride == 1 and num_in == num_out
-        self.conv = nn.Sequential(
-            nn.Sequential(nn.Conv2d(num_in, hidden, 1, bias=False), nn.BatchNorm2d(hidden)),
-            nn.Sequential(
-                nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False),
-                nn.BatchNorm2d(hidden),
-                nn.ReLU6(inplace=True),
-            ),
-            nn.Conv2d(hidden, num_out, 1, bias=False),
-            nn.BatchNorm2d(num_out),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x)
-        return x + out if self.residual else out
-
-
-class MobileNet(nn.Module):
-    """MobileNetV2-like: all blocks in one list, growing in size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [8, 8, 12, 12, 16, 16, 24, 24]
-        blocks: list[nn.Module] = [
-            nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True))
-        ]
-        blocks += [
-            InvertedResidual(a, b, 1 if a == b else 2, 2) for a, b in itertools.pairwise(widths)
-        ]
-        self.features = nn.Sequential(*blocks)
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(24, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.classifier(self.features(x).mean((2, 3)))
-        return out
-
-
 class Attention(nn.Module):
     """Post-norm transformer block that takes a mask and returns a tuple, as BERT's does."""
 
@@ -208,7 +165,6 @@ class EncoderDecoder(nn.Module):
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet": (ResNet, "image"),
-    "mobilenet": (MobileNet, "image"),
     "bert": (Bert, "tokens"),
     "vit": (Vit, "image"),
     "encoder_decoder": (EncoderDecoder, "tokens"),

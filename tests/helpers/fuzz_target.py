@@ -124,17 +124,6 @@ def seeds() -> Iterator[bytes]:
     yield from _records({"ragged": [torch.ones(3, 40)], "text": ["ab"]}, Codec.ZSTD)
 
 
-def fields() -> Iterator[bytes]:
-    """Yield fields as `_check_field` takes them: they are no records."""
-    data = np.random.default_rng(0).integers(0, 3, 1024).astype(np.uint8)
-    for codec, (kind, elements) in itertools.product(
-        (Codec.ZSTD, Codec.SPLIT, Codec.BITMAP),
-        enumerate(((1, False), (2, True), (4, True), (8, True))),
-    ):
-        used, stored = CODER.encode(data, codec, elements)
-        yield struct.pack("<BBH", used, kind, len(data) // elements[0]) + bytes(stored)
-
-
 def _records(fields, codec, storage=None) -> Iterator[bytes]:
     records = encode_rows([KEY], [0], Rows(False, fields), codec, CODER, storage)
     layout = records.layout.packed

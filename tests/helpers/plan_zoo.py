@@ -43,14 +43,6 @@ class Images(Dataset):
         return torch.randn(1, 8, 8, generator=generator), index % 3
 
 
-class Noisy(Images):
-    """The same images, with noise."""
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.1 * torch.randn_like(image), label
-
-
 class Transformer(nn.Module):
     """A class token of the model's own, three encoder layers, a head, and its own loss."""
 
@@ -81,18 +73,6 @@ class Texts(Dataset):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(20, (6,), generator=generator)
         return {"input_ids": ids, "labels": index % 2, "not_for_the_model": index}
-
-
-class Mixing(nn.Module):
-    """The second layer sees the mean of its batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.a(x.flatten(1))
-        return self.c(self.b(x - x.mean(0)))
 
 
 class Restless(Images):
@@ -133,16 +113,8 @@ def cnn():
     return cnn_model(), DataLoader(Images(), 4), classified
 
 
-def noisy():
-    return cnn_model(), DataLoader(Noisy(), 4), classified
-
-
 def restless():
     return cnn_model(), DataLoader(Restless(), 4), classified
-
-
-def mixing():
-    return Mixing(), DataLoader(Images(), 4), lambda model, batch: model(batch[0]).square().mean()
 
 
 def streamed():
@@ -159,16 +131,6 @@ def mistaken():
 
 def silent():
     return cnn_model(), DataLoader(Images(), 4), lambda model, batch: None
-
-
-def collated():
-    def collate(samples):
-        return [image for image, _ in samples], len(samples)
-
-    def step(model, batch):
-        return model(torch.stack(batch[0])).square().mean()
-
-    return cnn_model(), DataLoader(Images(), 4, collate_fn=collate), step
 
 
 def fails():

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from egeria_cache.inspect import main
 from egeria_cache.store import ActivationStore, DamagedError, pack, unpack
 from egeria_cache.store import parcel as parcel_module
-from tests.helpers.forked import started
 from tests.helpers.stored import damage_a_record
 
 FIELDS = {"boundary": "layer1", "use": "parcel"}
@@ -121,16 +120,6 @@ def test_a_damaged_record_is_left_out(tmp_path):
     assert (done.num_records, done.num_damaged) == (len(IDS), 1)
 
 
-def test_a_pipe_carries_it(tmp_path, monkeypatch):
-    name, _ = filled(tmp_path / "one")
-    code = "from egeria_cache.inspect import main; raise SystemExit(main())"
-    with started(code, tmp_path / "one", "pack", name, "-") as sender:
-        monkeypatch.setattr("sys.stdin", sender.stdout)
-        assert main([str(tmp_path / "other"), "unpack", "-"]) == 0
-        assert sender.result() == ""
-    assert main([str(tmp_path / "other"), "verify", name]) == 0
-
-
 # Whatever a cache directory holds: an answer, valid JSON, an exit code, and no escape sequence.
 
 
@@ -227,14 +216,6 @@ def test_a_file_that_is_something_else_is_told(two_filled, capsys, name, kind):
         check(capsys, two_filled)
 
 
-def test_directories_with_any_names_are_listed(two_filled, capsys):
-    for name in (b"gen-\xff\xfe", b"gen-\x1b[31m", b"gen-[bold]", "gen-größe".encode()):
-        os.mkdir(os.fsencode(two_filled) + b"/" + name)
-    (two_filled / "gen-link").symlink_to("/")
-    (two_filled / "gen-file").write_text("x")
-    check(capsys, two_filled)
-
-
 @pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
 def test_mutations_of_any_file_are_told(two_filled, capsys, count):
@@ -250,8 +231,3 @@ def test_mutations_of_any_file_are_told(two_filled, capsys, count):
         )
         check(capsys, copy)
         shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("days", ["-5", "nan", "inf", "soon"])
-def test_an_age_that_is_none_is_a_bad_argument(two_filled, capsys, days):
-    assert main([str(two_filled), "prune", f"--older-than={days}"]) == 2

@@ -1,11 +1,6 @@
 """Promises that take a loader, a cache and a way of use together."""
 
-import gc
-import multiprocessing
-import os
 import random
-import signal
-import threading
 from functools import partial
 
 import numpy as np
@@ -30,7 +25,6 @@ from egeria_cache import (
     ShardAffineSampler,
 )
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
-from tests.helpers.runs import cached
 
 
 class DrawsLate(Dataset):
@@ -87,31 +81,6 @@ def test_while_nothing_is_frozen_a_resumed_run_is_the_uninterrupted_one(
         assert batches(resumed) == expected[2]
 
 
-class Columns(Dataset):
-    """Its batched access gives columns, not a list of samples."""
-
-    def __init__(self, draws=False):
-        self.draws = draws
-
-    def __len__(self):
-        return 12
-
-    def __getitems__(self, indices):
-        noise = torch.rand(len(indices)) if self.draws else torch.zeros(len(indices))
-        return {"x": torch.tensor(indices), "noise": noise}
-
-
-def as_it_is(batch):
-    return batch
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"seed": 1}, {"seed": 1, "num_workers": 1}])
-def test_a_batched_access_that_gives_no_list_is_given_on_as_it_is(kwargs):
-    loader = EgeriaLoader(Columns(), 4, collate_fn=as_it_is, **kwargs)
-    for _ in range(2):
-        assert [batch["x"].tolist() for batch in loader] == [[*range(i, i + 4)] for i in (0, 4, 8)]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, rank):
     model = frozen_net()
@@ -130,56 +99,6 @@ def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, 
         assert cache.stats().hits == 2 * 24
         assert cache.stats().misses == 24
     assert len({tuple(order) for order in orders}) == 3
-
-
-class Held(Dataset):
-    """Its first samples are there, and the others when they are let go."""
-
-    def __init__(self):
-        self.waits, self.goes = os.pipe()
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index >= 8:
-            os.read(self.waits, 1)
-        return torch.tensor(index)
-
-
-@pytest.fixture
-def interruptible():
-    """A process started in a shell's background ignores SIGINT from its beginning."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ctrl_c_interrupts_a_loader_that_waits_and_leaves_nothing_behind(
-    tmp_path, workers, interruptible
-):
-    def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
-        data = Held()
-        loader = EgeriaLoader(data, 4, cache=cache, reuse=None, num_workers=workers)
-        iterator = iter(loader)
-        assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        timer = threading.Timer(0.2, interrupt)
-
-        def wait(iterator):
-            timer.start()  # in here: on a busy machine it may come before anything else does
-            next(iterator)
-
-        with pytest.raises(KeyboardInterrupt):
-            wait(iterator)
-        timer.join()
-        os.write(data.goes, bytes(40))
-        del iterator
-        gc.collect()
-    assert multiprocessing.active_children() == []
 
 
 # A loader that exists is attached to a cache, and stays the object that it was.
@@ -279,16 +198,6 @@ def test_a_pass_under_way_goes_on_as_it_is(directory):
     assert type(loader) is DataLoader
 
 
-def test_an_attached_loader_goes_to_the_cache_that_came_last(directory):
-    loader, old, new = DataLoader(Images(8, noise=0), 4), make_net(), make_net()
-    with ActivationCache(old, directory / "a", loader=loader) as first:
-        with ActivationCache(new, directory / "b", loader=loader) as second:
-            assert loader.cache is second
-            first.close()
-            assert loader.cache is second
-        assert type(loader) is DataLoader
-
-
 REFUSED = {
     "no loader": (lambda: [1, 2], TypeError, "list is none"),
     "own passes": (lambda: OnDevice(Images(8)), EgeriaError, "OnDevice has a __iter__ of its own"),
@@ -303,93 +212,3 @@ def test_what_cannot_be_taken_over_is_refused_by_name(name, directory):
     with pytest.raises(error, match=text):
         ActivationCache(make_net(), directory, loader=loader)
     assert type(loader) is kind
-
-
-# A data set that becomes another one, in mid-run or between runs, is never served from the old.
-
-N = 32
-
-
-class Scaled(Dataset):
-    """Everything about it may change."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        self.images = torch.randn(N, 1, 10, 10, generator=generator)
-        self.targets = torch.arange(N) % 5
-        self.transform = Scale(1.0)
-        self.epoch = 0
-        self.num_loaded = 0
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        self.num_loaded += 1
-        return self.transform(self.images[index]) + self.epoch, self.targets[index]
-
-
-class Scale:
-    def __init__(self, by):
-        self.by = by
-
-    def __call__(self, x):
-        return x * self.by
-
-
-def train(directory, change=None, *, gate="always", epochs=4, at=2, data=None, **kwargs):
-    model = frozen_net()
-    data = data or Scaled()
-    losses = []
-    with ActivationCache(model, directory, "layer1", gate=gate, audit_rate=0) as cache:
-        loader = EgeriaLoader(data, 8, cache=cache, **kwargs)
-        optimizer = sgd(model)
-        for epoch in range(epochs):
-            if change is not None and epoch == at:
-                change(data, loader)
-            losses += train_steps(model, loader, optimizer)[0]
-            cache.flush()
-        return losses, cache.stats()
-
-
-def test_what_was_stored_while_the_data_set_changed_does_not_outlive_the_epoch(tmp_path):
-    """Rows of the new data set must not lie under the old one's address."""
-    data = Scaled()
-    with cached(tmp_path / "a") as (model, cache):
-        for step, (images, _) in enumerate(EgeriaLoader(data, 8, cache=cache)):
-            model(images)
-            if step == 1:
-                data.transform.by = 5.0
-        cache.flush()
-    losses, stats = train(tmp_path / "a", epochs=1)
-    assert losses == train(tmp_path / "b", epochs=1, gate="never")[0]
-    assert stats.hits == 0
-
-
-def test_what_an_abandoned_pass_stored_is_not_trusted_after_a_change(tmp_path):
-    data = Scaled()
-    with cached(tmp_path / "a") as (model, cache):
-        loader = EgeriaLoader(data, 8, cache=cache)
-        for step, (images, _) in enumerate(loader):
-            model(images)
-            data.transform.by = 5.0
-            if step == 2:
-                break
-        cache.flush()
-        next(iter(loader))
-    assert train(tmp_path / "a", epochs=1)[1].hits == 0
-
-
-def test_a_data_set_that_changes_in_every_epoch_is_left_uncached_and_named(tmp_path, caplog):
-    def step_on(data, loader):
-        data.epoch += 1
-
-    data = Scaled()
-    with cached(tmp_path) as (model, cache):
-        loader = EgeriaLoader(data, 8, cache=cache)
-        for _ in range(7):
-            train_steps(model, loader, sgd(model))
-            step_on(data, loader)
-        assert cache.stats().hits == 0
-        assert "changes again and again (data set.epoch)" in cache.stats().why_not
-    assert caplog.text.count("is another one") == 1

@@ -11,7 +11,6 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     Sampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -125,42 +124,6 @@ def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
         same(list(resumed), expected)
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_number_of_workers_may_change(before, after, persistent):
-    torch.manual_seed(11)
-    loader = make(num_workers=before, persistent_workers=persistent and before > 0)
-    list(loader)
-    whole, state = [], None
-    for number, batch in enumerate(loader):
-        if number == 1:
-            state = loader.state_dict()
-        whole.append(batch)
-    following = list(loader)
-    torch.manual_seed(99)
-    resumed = make(num_workers=after)
-    resumed.load_state_dict(state)
-    same(list(resumed), whole[2:])
-    if not persistent:  # persistent workers draw no base seed in later epochs; others do
-        same(list(resumed), following)
-
-
-def test_loading_a_state_leaves_the_running_pass_alone():
-    torch.manual_seed(11)
-    loader = make()
-    iterator = iter(loader)
-    first = next(iterator)
-    state = loader.state_dict()
-    second = next(iterator)
-    loader.load_state_dict(state)
-    assert loader.state_dict()["yielded"] == 1
-    next(iterator)
-    resumed = iter(loader)
-    assert torch.equal(next(resumed), second)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("num_samples", [8, 23, 40])
 def test_a_state_of_an_epoch_of_another_length_is_told_of(caplog, num_samples, seed):
@@ -176,38 +139,6 @@ def test_a_state_of_an_epoch_of_another_length_is_told_of(caplog, num_samples, s
     assert len(told) == (num_samples != NUM_SAMPLES)
     assert len(list(other)) == -(-num_samples // 4)
     assert len(told) == (num_samples != NUM_SAMPLES)
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_longer_data_set_of_which_the_same_samples_are_drawn_is_another_matter(caplog, batched):
-    def over(count):
-        sampler = torch.utils.data.SubsetRandomSampler(range(20))
-        data = TensorDataset(torch.arange(count))
-        if batched:
-            return EgeriaLoader(data, batch_sampler=BatchSampler(sampler, 4, False), seed=3)
-        return EgeriaLoader(data, 4, sampler=sampler, seed=3)
-
-    torch.manual_seed(11)
-    loader = over(20)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    rest = [batch[0] for batch in iterator]
-    longer = over(30)
-    longer.load_state_dict(state)
-    same([batch[0] for batch in longer], rest)
-    assert not caplog.records
-
-
-def test_a_state_of_an_earlier_release_does_not_say_how_long_an_epoch_was(caplog):
-    loader = make()
-    next(iter(loader))
-    state = loader.state_dict()
-    del state["num_drawn"]
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert len(list(resumed)) == 5
-    assert not caplog.records
 
 
 def test_a_foreign_state_is_refused():
@@ -270,13 +201,3 @@ def test_a_boundary_set_in_mid_run_keeps_its_versions_through_a_resume(
     torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
     # A worker is given its first two batches before the model shows what the store holds.
     assert hits - 8 * (1 + 2 * max(workers)) <= hits_before + hits_after <= hits
-
-
-def test_a_second_resume_in_one_epoch_goes_on_with_hits(tmp_path, uninterrupted):
-    whole, hits, _ = uninterrupted(variants=1)
-    first = train(tmp_path, until=8)
-    second = train(tmp_path, until=10, state=first[2])
-    third = train(tmp_path, state=second[2])
-    losses = first[0] + second[0] + third[0]
-    torch.testing.assert_close(losses, whole, rtol=1e-5, atol=1e-6)
-    assert hits - 16 <= first[1] + second[1] + third[1] <= hits

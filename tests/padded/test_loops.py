@@ -172,47 +172,6 @@ def test_batches_filled_up_to_a_number_of_tokens(directory, workers):
     served.cache.close()
 
 
-def test_boundary_moves(directory):
-    with both(directory, Encoder, Sentences(40), pad_right) as stack:
-        for run in stack.runs:
-            run.epochs(2)
-            run.move("embed", "layers.0", "layers.1")
-            run.epochs(2)
-            run.move()
-            run.epochs(1)
-            run.move("embed", "layers.0")
-            run.epochs(2)
-        plain, served = stack.runs
-        assert_same(plain, served)
-        assert served.hits[1] == 40
-        assert served.hits[2] >= 30, "they enter at the old boundary"
-        assert served.hits[3:] == [40, 0, 0, 40], "what was trained meanwhile is another prefix"
-
-
-def test_hits_and_misses_in_one_batch(directory):
-    """Half of the samples are stored; a miss may be longer than all hits of its batch."""
-    first = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 24, 8)]}
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(5)).tolist()
-    mixed = {"batch_sampler": [order[i : i + 8] for i in range(0, 48, 8)]}
-    losses = []
-    for place in (None, directory):
-        run = Run(Encoder, Sentences(48), pad_right, place, batches=first).epochs(2)
-        loader = run.loader
-        run.loader = (
-            DataLoader(run.data, collate_fn=pad_right, **mixed)
-            if place is None
-            else loader._around(mixed["batch_sampler"])
-        )
-        run.epochs(2)
-        losses.append(run.losses)
-        if run.cache is not None:
-            stats = run.cache.stats()
-            assert stats.partial_batches >= 5
-            assert run.hits == [0, 24, 24, 48]
-            run.cache.close()
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resume_in_mid_epoch(directory, workers):
     plain = Run(Encoder, Sentences(48), pad_right).epochs(3)
@@ -288,26 +247,6 @@ def test_samples_that_are_augmented_at_random(directory, draws):
             assert sum(run.hits[1:]) == pytest.approx(5 * 40 * 2 / 3, abs=25)
         run.cache.close()
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
-
-
-def test_evaluation_between_epochs(directory):
-    def evaluate(run: Run) -> None:
-        kwargs = {} if run.cache is None else {"cache": run.cache, "name": "eval"}
-        kind = DataLoader if run.cache is None else EgeriaLoader
-        run.model.eval()
-        with torch.no_grad():
-            for batch in kind(run.data, 16, collate_fn=pad_right, **kwargs):
-                run.losses.append(classify(run.model, batch).item())
-        run.model.train()
-
-    with both(directory, Encoder, Sentences(40), pad_right) as stack:
-        for run in stack.runs:
-            for _ in range(3):
-                run.epochs(1)
-                evaluate(run)
-        plain, served = stack.runs
-        assert_same(plain, served)
-        assert served.cache.stats().hits >= 80 + 80
 
 
 def test_bfloat16(directory):
@@ -388,19 +327,6 @@ def test_what_stands_in_padded_scores_is_not_served_to_a_loss_that_reads_it(dire
         place, data = directory / str(padding), Sentences(40)
         served = compared(place, lambda: Encoder(pool=form), data, pad_right, **kwargs)
         assert served.hits == ([0, 40, 40] if form == "none" and not padding else [0, 0, 0])
-
-
-def cut(samples: Any) -> Any:
-    tokens, labels = pad_right(samples)
-    return tokens[:, :-1], labels
-
-
-def nearly_even() -> Sentences:
-    """The first batch has one padded position in many."""
-    data = Sentences(24)
-    for i in range(8):
-        data.tokens[i] = torch.arange(46 + (i > 0)) % 49 + 1
-    return data
 
 
 NO_POOL = lambda: Encoder(pool="none")  # noqa: E731
@@ -605,18 +531,6 @@ def test_a_front_that_does_otherwise_in_longer_batches(directory, caplog):
         plain, served = stack.runs
         assert_same(plain, served)
         assert served.hits[2] == 32, "all but the batch with the long one"
-
-
-def test_attention_without_a_mask_shows_in_few_digits_too(directory):
-    def step(model, batch):
-        return F.cross_entropy(model(batch[0]).float(), batch[1])
-
-    batches = {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 24, 8)]}
-    make = lambda: Encoder(masked=False, pool="first").bfloat16()  # noqa: E731
-    served = Run(make, nearly_even(), pad_right, directory, step=step, batches=batches).epochs(2)
-    assert served.hits == [0, 0]
-    assert "depends on what stands in the padding" in served.cache.stats().why_not
-    served.cache.close()
 
 
 def test_padding_that_shows_late_voids_what_was_stored_with_it(directory):

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from egeria_cache import EgeriaLoader
 from egeria_cache.batch import Axis, Lengths, Padding, flatten
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
-from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.serve.dynamic_shapes import DynamicShapes, OutputAxis, watched
 from egeria_cache.skip.serve.padded import Rule
-from egeria_cache.store.records.record import Rows
 from tests.helpers.sentences import Encoder, Sentences, pad_by_eights, pad_left, pad_right
 from tests.padded.test_loops import Run, assert_same
 
@@ -144,209 +136,6 @@ def test_what_is_no_padding_is_not_taken_for_it():
     for collate in (noisy, shortest, longer):
         alone = [leaves(collate([sample]), 1) for sample in samples]
         assert find_padding(leaves(collate(samples), 3), alone) is None
-
-
-def test_the_writers_queue_counts_the_memory_that_padded_rows_hold():
-    padded = torch.zeros(3, 10, 4)
-    short = PaddedRows(padded, ((0, False),), np.array([[1], [2], [1]]))
-    rows = Rows(False, {"a": short, "b": [1, 2, 3]})
-    assert sum(one.nbytes for one in rows.tensors()) == padded.nbytes == 480
-    assert rows.num_bytes() == sum(row.nbytes for row in short) == 64
-    assert [one is padded for one in rows.tensors()] == [True]
-
-
-def test_an_output_of_another_shape_than_was_proved_is_handed_out_as_it_is():
-    """Code behind the boundary may return something else now and then."""
-    axis = OutputAxis(1, Rule.longer_by(0, 0), False)
-    growth = DynamicShapes({}, {}, (False,), (9,), frozenset(), outputs={0: axis})
-    growth.proof.missing = 1.0
-    lengths = Lengths(Padding((Axis("x", 0),), {"x": 0}), np.array([[4], [9]]), (9,))
-    batch = SimpleNamespace(lengths=lengths)
-    call = dataclasses.replace(Invocation.of((), {}), batch=batch)
-    for output in (torch.zeros(()), torch.zeros(2), torch.zeros(2, 5), "text", [], {"a": None}):
-        assert watched(growth, call, output, lambda: pytest.fail("nothing was read")) is output
-    hidden = torch.ones(2, 9, requires_grad=True) * 2
-    found: list[bool] = []
-    assert watched(growth, call, hidden, lambda: found.append(True)) is hidden
-    hidden.sum().backward()
-    assert found == [True]
-
-
-# Batches with lists of one item per sample, as detection and segmentation have them.
-
-
-class Scenes(Dataset[Any]):
-    """Images of one size, or of several, each with some boxes."""
-
-    def __init__(self, num_samples: int, *, sizes: bool = False) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.scenes = []
-        for i in range(num_samples):
-            height, width = torch.randint(8, 16, (2,), generator=draw).tolist()
-            shape = (1, height, width) if sizes else (1, 12, 12)
-            boxes = torch.rand(int(torch.randint(0, 5, (), generator=draw)), 4, generator=draw)
-            target = {"boxes": boxes, "labels": torch.arange(len(boxes)) % 3, "image_id": i}
-            self.scenes.append((torch.rand(shape, generator=draw), target))
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def __getitem__(self, index: int) -> Any:
-        image, target = self.scenes[index]
-        return image.clone(), {k: v.clone() if isinstance(v, Tensor) else v
-                               for k, v in target.items()}  # fmt: skip
-
-
-class Detector(nn.Module):
-    """A convolutional front, a head, and a loss over all boxes if it is given any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU())
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, images: Tensor, targets: Any = None, mask: Tensor | None = None) -> Tensor:
-        hidden = self.front(images)
-        if mask is None:
-            boxes = self.head(hidden.mean((2, 3)))
-        else:
-            weights = mask[:, None].to(hidden.dtype)
-            boxes = self.head((hidden * weights).sum((2, 3)) / weights.sum((2, 3)))
-        return boxes if targets is None else loss_of(boxes, targets)
-
-
-def loss_of(boxes: Tensor, targets: Any) -> Tensor:
-    pairs = zip(boxes, targets, strict=True)
-    return sum((F.l1_loss(b.expand_as(t["boxes"]), t["boxes"], reduction="sum") for b, t in pairs),
-               boxes.sum() * 0)  # fmt: skip
-
-
-def stacked(samples: Any) -> Any:
-    images, targets = zip(*samples, strict=True)
-    return torch.stack(images), targets
-
-
-def as_dict(samples: Any) -> Any:
-    images, targets = zip(*samples, strict=True)
-    boxes = [target["boxes"] for target in targets]
-    return {"images": torch.stack(images), "boxes": boxes, "ids": [t["image_id"] for t in targets]}
-
-
-def padded(samples: Any) -> Any:
-    """Pad images to the largest height and width of the batch, with a mask."""
-    images, targets = zip(*samples, strict=True)
-    height, width = (max(image.shape[i] for image in images) for i in (1, 2))
-    room = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
-    rows = [F.pad(image, pad) for image, pad in zip(images, room, strict=True)]
-    ones = [torch.ones(image.shape[1:], dtype=torch.bool) for image in images]
-    masks = [F.pad(one, pad) for one, pad in zip(ones, room, strict=True)]
-    return torch.stack(rows), torch.stack(masks), list(targets)
-
-
-def in_the_loop(model: nn.Module, batch: Any) -> Tensor:
-    images, targets = batch
-    return loss_of(model(images), targets)
-
-
-def in_the_model(model: nn.Module, batch: Any) -> Tensor:
-    images, targets = batch
-    return model(images, list(targets))
-
-
-def from_a_dict(model: nn.Module, batch: Any) -> Tensor:
-    assert type(batch["boxes"]) is list
-    assert type(batch["ids"]) is list
-    targets = [{"boxes": boxes} for boxes in batch["boxes"]]
-    return loss_of(model(batch["images"]), targets)
-
-
-def with_a_mask(model: nn.Module, batch: Any) -> Tensor:
-    images, mask, targets = batch
-    return loss_of(model(images, mask=mask), targets)
-
-
-def scaling(model: nn.Module, batch: Any) -> Tensor:
-    """Writes to a list of the batch, which is stored as it was."""
-    for target in batch[1]:
-        target["boxes"] *= 0.5
-    return in_the_loop(model, batch)
-
-
-def run(data: Any, collate: Any, step: Any, directory: Any, size: int = 8, **options: Any) -> Any:
-    """Return the run, and the batches that its loop was given."""
-    seen: list[Any] = []
-
-    def noting(model: nn.Module, batch: Any) -> Tensor:
-        seen.append(batch)
-        return step(model, batch)
-
-    draw = torch.Generator().manual_seed(1)
-    batches = {"batch_size": size, "shuffle": True, "generator": draw}
-    ran = Run(Detector, data, collate, directory, front=("front",), step=noting, batches=batches,
-              **options)  # fmt: skip
-    ran.epochs(3)
-    if ran.cache is not None:
-        ran.cache.close()
-    return ran, seen
-
-
-# A batch of two: a tuple of two, and one of them a tuple of two, is not taken for a list.
-CASES = {
-    "targets for the loop": (Scenes(40), stacked, in_the_loop, 8),
-    "targets for the model": (Scenes(40), stacked, in_the_model, 8),
-    "lists in a dict": (Scenes(40), as_dict, from_a_dict, 8),
-    "images padded in two directions": (Scenes(40, sizes=True), padded, with_a_mask, 8),
-    "as many samples as parts": (Scenes(40), stacked, in_the_loop, 2),
-    "a list that the loop writes to": (Scenes(40), stacked, scaling, 8),
-}
-
-
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_served_as_computed(directory, name, workers):
-    data, collate, step, size = CASES[name]
-    plain, batches = run(data, collate, step, None, size, workers=workers)
-    served, given = run(data, collate, step, directory, size, workers=workers)
-    assert_same(plain, served)
-    assert served.hits == [0, 40, 40]
-    for theirs, ours in zip(batches, given, strict=True):
-        assert_alike(theirs, ours)
-
-
-def test_images_in_a_list_are_given_as_they_are(directory):
-    """The model is called with a list, whose tensors do not know their samples."""
-
-    def step(model: nn.Module, batch: Any) -> Tensor:
-        images, targets = batch
-        return loss_of(torch.cat([model(image[None]) for image in images]), targets)
-
-    def collate(samples: Any) -> Any:
-        return tuple(zip(*samples, strict=True))
-
-    data = Scenes(24, sizes=True)
-    plain, served = (run(data, collate, step, place)[0] for place in (None, directory))
-    assert served.losses == plain.losses
-    assert served.hits == [0, 0, 0]
-
-
-def assert_alike(theirs: Any, ours: Any) -> None:
-    """The same structure and values; an image without data has its shape."""
-    if isinstance(theirs, Tensor):
-        assert theirs.shape == ours.shape
-        if theirs.dim() < 3:
-            assert torch.equal(theirs, torch.as_tensor(ours))
-    elif isinstance(theirs, dict):
-        assert theirs.keys() == ours.keys()
-        for key in theirs:
-            assert_alike(theirs[key], ours[key])
-    elif isinstance(theirs, list | tuple):
-        assert type(theirs) is type(ours)
-        assert len(theirs) == len(ours)
-        for pair in zip(theirs, ours, strict=True):
-            assert_alike(*pair)
-    else:
-        assert theirs == ours
 
 
 # Any order of events in training on padded batches, against the same training without a cache.

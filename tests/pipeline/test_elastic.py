@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.rivals import SmartPipePolicy
-from egeria_core.pipeline import PipelineController, PipelinePlan
+from egeria_core.pipeline import PipelinePlan
 from egeria_core.policies import BudgetPolicy, HarmEstimate, PlasticityPolicy
 from tests.helpers.pipelines import (
     MICROBATCHES,
@@ -204,8 +204,3 @@ def test_all_ranks_decide_alike_by_any_policy(tmp_path: Path) -> None:
         if name == "plasticity":
             # Both ranks have had the first active block, and measured it.
             assert {int(r["boundary"]) for r in readings[0]} & {0, 1, 2, 3}
-
-
-def test_the_layers_of_a_pipeline_are_its_blocks() -> None:
-    with pytest.raises(ValueError, match="layers of a pipeline are its blocks"):
-        PipelineController(None, layers="1|2")  # type: ignore[arg-type]

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.rivals import FreezeOutPolicy
 from egeria_cache import EgeriaError
 from egeria_core import FreezeController
-from egeria_core.pipeline import ElasticPipeline, PipelineController
+from egeria_core.pipeline import ElasticPipeline
 from tests.helpers.gloo import run_ranks
 from tests.helpers.pipelines import WIDTH, make_blocks, spawn
 
@@ -173,24 +172,7 @@ def refusals() -> dict[str, Any]:
     return {}
 
 
-def annealed() -> dict[str, Any]:
-    """A policy that sets each layer's rate finds the parameters of blocks that have moved."""
-    blocks = make_blocks()
-    pipeline, optimizer = make(blocks)
-    controller = PipelineController(pipeline, FreezeOutPolicy(0.3), total_steps=20, move_cost=1e-6)
-    inputs, targets = rows(dist.get_rank())
-    for _ in range(20):
-        loss = pipeline.step(inputs, targets)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss)
-    assert controller.num_frozen > 0
-    assert len(optimizer.param_groups) == 1
-    controller.close()
-    return {"schedule": controller.schedule()}
-
-
-WORK = (norms_and_evaluation, several_tensors, statistics, refusals, annealed)
+WORK = (norms_and_evaluation, several_tensors, statistics, refusals)
 
 
 def run(work: Any, directory: Path) -> Any:
@@ -198,8 +180,7 @@ def run(work: Any, directory: Path) -> Any:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    found = spawn(2, tmp_path, WORK, run)
-    assert found[-1][0] == found[-1][1]
+    spawn(2, tmp_path, WORK, run)
 
 
 # A rank that ends, and a state of another number of ranks: every rank is told, and ends.
@@ -276,9 +257,3 @@ def test_a_state_of_another_number_of_ranks_is_refused_by_all(tmp_path, before, 
     given = [states[rank % before] for rank in range(now)]
     found = run_ranks(resumes, now, tmp_path / "now", given)
     assert found == [f"rank 0 of {now} was given the state of rank 0 of {before}"] * now
-
-
-def test_a_state_of_one_wrong_rank_is_refused_by_all(tmp_path):
-    states = run_ranks(saved, 2, tmp_path / "before")
-    found = run_ranks(resumes, 2, tmp_path / "now", [states[0], states[0]])
-    assert found == ["rank 1 of 2 was given the state of rank 0 of 2"] * 2

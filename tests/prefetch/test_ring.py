@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from egeria_cache.prefetch import ring as rings
-from egeria_cache.prefetch.prefetcher import SHORT_BYTES, Deferred, Prefetcher, ReaderThreads
-from egeria_cache.prefetch.ring import Place, Ring, Slots
+from egeria_cache.prefetch.prefetcher import Deferred, Prefetcher, ReaderThreads
+from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.ragged import pad_rows
 from egeria_cache.store import NotInMemoryError
 
@@ -54,10 +53,6 @@ def insert(ring: Ring, batch: int, keys, draw: int = 0) -> bool:
 
 def place(ring: Ring, keys, draw: int = 0) -> Place:
     return ring.place(np.array(keys), drawn(keys, draw))
-
-
-def gathered(ring: Ring, keys, draw: int = 0) -> torch.Tensor:
-    return ring.gather(place(ring, keys, draw))["a"]
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -138,31 +133,6 @@ TestRing = RingMachine.TestCase
 TestRing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_an_evicted_batch_is_a_lookup_error_not_other_rows():
-    ring = a_ring(2)
-    assert insert(ring, 0, [1, 2])
-    first = place(ring, [1, 2])
-    ring.release_before(1)
-    assert insert(ring, 1, [3])
-    with pytest.raises(LookupError, match="not all rows"):
-        ring.gather(first)
-    assert torch.equal(gathered(ring, [3]), rows_of([3])["a"])
-
-
-def test_a_full_ring_refuses_rather_than_drop_a_batch_that_is_still_needed():
-    ring = a_ring(2)
-    assert insert(ring, 0, [1, 2])
-    assert not insert(ring, 1, [3])
-    assert torch.equal(gathered(ring, [1, 2]), rows_of([1, 2])["a"])
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [1, 1, 0, 3]])
-def test_rows_come_in_the_order_that_is_asked_for_repeats_included(order):
-    ring = a_ring(8)
-    assert insert(ring, 0, [0, 1, 2, 3])
-    assert torch.equal(gathered(ring, order), rows_of(order)["a"])
-
-
 def test_what_is_gathered_is_the_callers_own():
     ring = a_ring(4)
     assert insert(ring, 0, [0, 1])
@@ -184,18 +154,6 @@ def test_a_lookup_on_the_device_gives_what_is_there_now_and_nan_for_what_is_not(
     assert torch.equal(rows[2], row_of(6))
     assert rows[0].isnan().all()
     assert torch.equal(rows[1], row_of(5))
-
-
-def test_another_draw_takes_the_place_of_a_samples_row():
-    ring = a_ring(4)
-    assert insert(ring, 0, [1, 2])
-    first = place(ring, [1, 2])
-    assert insert(ring, 1, [2], draw=1)
-    assert torch.equal(gathered(ring, [2], 1), rows_of([2], 1)["a"])
-    for gone in (lambda: ring.gather(first), lambda: place(ring, [2], 0)):
-        with pytest.raises(LookupError):
-            gone()
-    assert torch.equal(gathered(ring, [1]), rows_of([1])["a"])
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -265,18 +223,6 @@ def test_a_closed_ring_serves_and_takes_nothing():
         place(ring, [0])
 
 
-def test_rows_come_and_go_in_a_circle_and_nothing_grows():
-    slots = Slots(12, 1000)
-    for batch in range(400):
-        samples = np.arange(batch * 4, batch * 4 + 4) % 1000
-        new = slots.adopt(batch, samples, drawn(samples))
-        placed = slots.place(batch, samples[new], drawn(new))
-        assert placed is not None
-        assert (np.diff(placed.slots) == 1).all()
-        slots.release_before(batch - 1)
-    assert np.count_nonzero(slots._slot_of) == 12
-
-
 # Reader threads: none where reads are short, and work done in order.
 
 
@@ -303,20 +249,6 @@ class Busy:
         for _ in range(at_least):
             assert self.began.acquire(timeout=30)
         return at_least + self.began.acquire(timeout=0.2)
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "most"), [(2, "", 1), (4, "", 3), (64, "", 4), (64, "32", 1)]
-)
-def test_so_many_work_at_a_time_as_there_are_cores(monkeypatch, cores, ranks, most):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    readers, busy = ReaderThreads(), Busy()
-    done = [readers.submit(busy) for _ in range(6)]
-    assert busy.num_under_way(most) == most
-    busy.let_go.set()
-    assert len({one.result(30) for one in done}) <= most
-    readers.close()
 
 
 def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
@@ -366,29 +298,6 @@ def test_what_is_not_in_memory_is_a_readers_and_all_is_read_ahead_from_then_on(r
     assert asked.result() not in (False, threading.get_ident())
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "late", "has_waited", "is_deferred"),
-    [
-        (SHORT_BYTES // 4, False, False, True),
-        (SHORT_BYTES // 4 + 1, False, False, False),
-        (1, True, False, False),
-        (1, False, True, False),
-    ],
-)
-@pytest.mark.cases(4)
-def test_short_reads_are_left_to_training_where_it_can(
-    readers, monkeypatch, row_bytes, late, has_waited, is_deferred
-):
-    monkeypatch.setattr("egeria_cache.prefetch.prefetcher.needs_ring", lambda device: late)
-    view = SimpleNamespace(cut=SimpleNamespace(row_bytes=row_bytes), device=torch.device("cpu"))
-    entry = SimpleNamespace(view=view, num_hits=4, alive=False, _reading=None)
-    prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
-    prefetcher.has_waited = has_waited
-    prefetcher.start(entry)
-    assert isinstance(entry._reading, Deferred) is is_deferred
-    assert entry._reading.result(30) is False
-
-
 def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
     _, read = deferred(
         readers, lambda in_memory: type(torch.from_numpy(np.ones(3))) is torch.Tensor
@@ -396,13 +305,6 @@ def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert read.result()
         assert type(torch.ones(3)) is not torch.Tensor
-
-
-def test_a_read_that_fails_where_it_was_asked_for_is_not_there_later_either(readers):
-    _, read = deferred(readers, lambda in_memory: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        read.result()
-    assert not read.result()
 
 
 def test_what_has_not_begun_is_dropped_and_nothing_more_is_taken(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -61,15 +60,6 @@ def test_every_epoch_makes_about_as_many_new_draws_as_any_other(reuse, kept):
         now = draws.at(ids, Clock(passed, 0)).tolist()
         new = sum(one not in seen for one in zip(ids, now, strict=True))
         assert new == pytest.approx(len(ids) / reuse, rel=0.15)
-
-
-def test_kept_draws_are_taken_alike():
-    draws, ids = Draws(0, 10, 4), list(range(3000))
-    now = draws.at(ids, Clock(100, 0))
-    newest = Draws(0, 10, 1).at(ids, Clock(100, 0))
-    counts = Counter((newest - now).tolist())
-    assert counts[0] == pytest.approx(3000 * (0.1 + 0.9 / 4), rel=0.1)
-    assert all(counts[back] == pytest.approx(3000 * 0.9 / 4, rel=0.15) for back in (1, 2, 3))
 
 
 @given(SCHEDULES, st.lists(IDS, min_size=1, max_size=8), st.integers(0, 60))
@@ -160,11 +150,6 @@ def test_a_new_version_is_a_new_sample():
     edited = EgeriaLoader(Files(names, {"a": 1, "b": 2}), seed=0)
     assert loader.source.identify([0, 1]) == [("a", "1"), ("b", "1")]
     assert edited.source.identify([0, 1]) == [("a", "1"), ("b", "2")]
-
-
-def test_callables_go_before_the_datasets_methods():
-    loader = EgeriaLoader(Files(["a"]), seed=0, sample_id=lambda i: i + 7, sample_version=str)
-    assert loader.source.identify([0]) == [(7, "0")]
 
 
 class Batched(Dataset):

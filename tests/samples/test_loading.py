@@ -18,8 +18,7 @@ from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
 from egeria_cache.samples.generators import GENERATORS, preserved
-from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
-from egeria_cache.samples.side_worker import SideWorker
+from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, Task
 from egeria_cache.samples.source import LoaderSource
 
 SIZE = 8
@@ -234,24 +233,6 @@ def test_what_is_loaded_out_of_turn_stays_what_it_is_in_memory_that_is_put_back(
     assert (loaded.tolist(), collate.memory.tolist()) == ([2.0, 3.0], [0.0, 0.0])
 
 
-# The side worker: samples that are asked for out of turn.
-
-
-@pytest.mark.timeout(20)
-def test_a_pass_that_ends_in_the_middle_of_a_task_does_not_wait_for_itself():
-    """The garbage collector ends passes where it likes, in the thread that is asking too."""
-
-    class Collected(SideWorker):
-        def _start(self):
-            self.close()
-            return [Loaded(7, "rows", frozenset())]
-
-    worker = Collected(None, {})
-    assert worker.ask(Task(7, [0], [0], [0], 0)).data == "rows"
-    worker.close()
-    assert worker.ask(Task(7, [0], [0], [0], 0)).data == "rows"
-
-
 # Seeds are set where they are drawn from, and nowhere else; what is drawn is always stateless.
 
 DRAWS = {
@@ -326,24 +307,6 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
 
     assert drawn(load) == drawn(lambda: None)
     assert drawn(load) == drawn(lambda: None)
-
-
-@pytest.mark.parametrize(("first", "again"), [(0, 1), (2, 1), (9, 4), (24, 0)])
-def test_samples_are_loaded_again_only_where_drawing_is_noticed(first, again):
-    """One sample of the first batch, or one whole batch later on."""
-    data = Sometimes(random.random, first)
-    loader = EgeriaLoader(data, 4, seed=7)
-    for _ in range(3):
-        list(loader)
-    assert data.num_loaded == 3 * 24 + again
-
-
-@pytest.mark.parametrize("kind", ["random", "numpy", "torch", "nothing"])
-def test_what_workers_see_drawn_is_known_in_the_next_epoch(kind):
-    loader = EgeriaLoader(Sometimes(DRAWS[kind], 9), 4, seed=7, num_workers=2)
-    list(loader)
-    assert loader.source.samples.drawn == ({kind} - {"nothing"})
-    assert rows(loader) == expected(kind, 9, epoch=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,8 +27,6 @@ from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
 from tests.store.conftest import entries_of, keep
-
-FLUSH_S = 30
 
 
 @contextmanager
@@ -69,33 +64,6 @@ def test_a_library_of_another_version_is_left_aside(monkeypatch):
     kernel.cache_clear()
     assert kernel() is None
     assert native.has_kernel() is False
-
-
-AT_EXIT = """
-import atexit
-import numpy as np
-
-def decode():
-    out = np.zeros(5000, np.uint8)
-    coder.decode_into(packed, Codec.ZSTD, out, (1, False))
-    print(int(out.sum()))
-
-atexit.register(decode)  # after all that is cleared up at the end
-from egeria_cache.store.codecs.codec import Codec, Coder
-coder = Coder()
-packed = coder.encode(np.ones(5000, np.uint8), Codec.ZSTD, (1, False))[1]
-decode()
-"""
-
-
-@pytest.mark.usefixtures("compiled")
-def test_a_thread_that_outlives_the_interpreter_may_still_decode():
-    freed_memory_is_overwritten = {**os.environ, "MALLOC_PERTURB_": "165"}
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT], env=freed_memory_is_overwritten,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "5000\n5000\n"), done.stderr
 
 
 dtypes = st.sampled_from(
@@ -261,37 +229,6 @@ def test_modes_of_the_loop_do_not_change_what_is_read(directory, mode, dtype):
             assert torch.equal(found, rows)
 
 
-def test_many_threads_read_while_one_writes(directory):
-    rows = some(400, 500)
-    with stored(directory, rows[:40]) as store, ThreadPoolExecutor(4) as pool:
-
-        def read(seed: int) -> int:
-            rng, num_hits = np.random.default_rng(seed), 0
-            for _ in range(50):
-                ids = rng.permutation(400)[:64]
-                found, hit = store.get_batch(ids)
-                rightly = torch.from_numpy(hit)
-                assert not hit.any() or torch.equal(found[rightly], rows[ids][rightly])
-                num_hits += int(hit.sum())
-            return num_hits
-
-        futures = [pool.submit(read, seed) for seed in range(4)]
-        for start in range(40, 400, 40):
-            keep(store, range(start, start + 40), rows[start : start + 40])
-        assert all(future.result() > 0 for future in futures)
-        assert not store.get_batch([])[1].any()
-
-
-def test_the_memory_of_a_batch_is_not_kept(directory):
-    with stored(directory, some(4, 300)) as store:
-        found, hit = store.get_batch(range(4))
-        assert hit.all()
-        ref = weakref.ref(found)
-        del found
-        gc.collect()
-        assert ref() is None
-
-
 # Compiling the kernel while Egeria is installed: it is made, or left out, and nothing fails.
 
 ROOT = Path(__file__).parents[2]
@@ -347,16 +284,6 @@ def test_without_a_compiler_there_is_a_warning_and_no_library_of_another_time(
     hook.library.write_bytes(b"of another time")
     assert build(hook) == {"artifacts": [], "pure_python": True}
     assert not hook.library.exists()
-    assert len(hook.warnings) == 1
-
-
-def test_in_a_tree_that_cannot_be_written_to_it_is_left_out(hook, monkeypatch):
-    def refuse(path, *arguments, **options):
-        raise OSError(30, "Read-only file system", str(path))
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert build(hook) == {"artifacts": [], "pure_python": True}
     assert len(hook.warnings) == 1
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.store.codecs.lossy import LossyError, pack, storage_bytes, unpack
+from egeria_cache.store.codecs.lossy import pack, storage_bytes, unpack
 from egeria_cache.store.records.keys import decode_key, encode_key, encode_keys
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import keep
@@ -17,12 +17,6 @@ sample_ids = int64 | st.text(max_size=100) | st.lists(elements, max_size=4).map(
 @given(sample_ids, st.integers(0, 2**32 - 1))
 def test_a_key_decodes_to_the_sample_and_variant_it_was_made_from(sample_id, variant):
     assert decode_key(encode_key(sample_id, variant)) == (sample_id, variant)
-
-
-@given(st.lists(int64))
-def test_integer_keys_sort_as_the_integers_do(numbers):
-    keys = encode_keys(numbers)
-    assert [decode_key(key)[0] for key in sorted(keys)] == sorted(numbers)
 
 
 @given(st.lists(sample_ids, max_size=8), st.integers(0, 9))
@@ -93,14 +87,6 @@ def test_the_error_is_within_the_storages_resolution(storage, bound, shape):
     assert ((back - rows).abs() <= bound * scale + 1e-7).all()
 
 
-def test_each_channel_has_a_scale_of_its_own():
-    rows = torch.randn(2, 3, 8, 8) * torch.tensor([1e-4, 1.0, 1e4]).view(1, 3, 1, 1)
-    back, _ = through(rows, "int8")
-    for channel in range(3):
-        error = (back - rows)[:, channel].abs().max()
-        assert error <= rows[:, channel].abs().max() / 200
-
-
 @pytest.mark.parametrize(
     ("rows", "storage"),
     [
@@ -119,13 +105,6 @@ def test_what_the_storage_cannot_hold_keeps_every_bit(rows, storage):
     back, used = through(rows, storage)
     assert used is None
     assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
-
-
-def test_the_error_is_measured():
-    error = LossyError()
-    error.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-    assert error.relative_rms == pytest.approx(0.1)
-    assert LossyError().relative_rms == 0.0
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "split+zstd", "bitmap+split", "auto"])

@@ -18,7 +18,7 @@ from egeria_cache.store.records.layout import DTYPES
 from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job, Writer
-from tests.store.conftest import counted, keep, warnings_of
+from tests.store.conftest import keep, warnings_of
 
 FLUSH_S = 30
 
@@ -51,29 +51,6 @@ def test_what_is_not_stored_is_zeros_in_every_dtype(store, way):
             found = got[name].view(torch.uint8).view(3, -1)
             assert torch.equal(found[[0, 2]], batch[name].view(torch.uint8).view(3, -1)[[1, 0]])
             assert not found[1].any()
-
-
-def test_several_named_values_of_one_sample_come_back_together(store):
-    generation = store.open_generation({"boundary": "layer1"})
-    batch = {
-        "act": torch.randn(3, 4, 5).to(torch.bfloat16),
-        "mask": torch.tensor([[True, False], [False, False], [True, True]]),
-        "label": torch.tensor([4, 5, 6]),
-        "text": ["a", "ß", ""],
-        "ragged": [torch.ones(2), torch.ones(3), torch.ones(0, 4)],
-        "mixed": [None, 2.5, b"x"],
-    }
-    keep(store, ["x", ("y", 1), 7], batch, into=generation)
-    got, hit = generation.get_batch([7, "x", ("y", 1)])
-    assert hit.all()
-    order = [2, 0, 1]
-    for name in ("act", "mask", "label"):
-        assert torch.equal(got[name], batch[name][order])
-        assert got[name].dtype == batch[name].dtype
-    for name in ("text", "mixed"):
-        assert got[name] == [batch[name][row] for row in order]
-    for mine, theirs in zip(got["ragged"], order, strict=True):
-        assert torch.equal(mine, batch["ragged"][theirs])
 
 
 def test_variants_of_a_sample_are_kept_apart(store):
@@ -110,27 +87,6 @@ def test_a_void_generation_serves_nothing_gives_its_space_back_and_may_begin_ane
     assert torch.equal(again.get_batch([1])[0], torch.ones(1, 4))
 
 
-def test_a_tensor_changed_after_it_was_handed_over_is_not_stored(store, monkeypatch):
-    batch = rows([1, 2])
-    submit = store._writer.submit
-
-    def change_then_submit(job):
-        batch.add_(1)
-        return submit(job)
-
-    monkeypatch.setattr(store._writer, "submit", change_then_submit)
-    keep(store, [1, 2], batch)
-    assert not store.contains([1, 2]).any()
-    assert store.stats().dropped_writes == 2
-
-
-def test_inference_tensors_are_stored(store):
-    with torch.inference_mode():
-        batch = rows([1, 2]) * 1
-    keep(store, [1, 2], batch)
-    assert store.contains([1, 2]).all()
-
-
 def test_a_full_queue_drops_the_batch_instead_of_waiting(store, monkeypatch):
     monkeypatch.setattr(writer_module, "QUEUE_BYTES", 1000)
     assert not store.put_batch([1], torch.zeros(1, 1000))
@@ -146,11 +102,6 @@ def test_stats_count_what_happened(store):
     assert 0 < stats.bytes_on_disk <= stats.limit_bytes
 
 
-def test_rows_and_ids_must_agree(store):
-    with pytest.raises(ValueError, match="2 rows for 3 sample IDs"):
-        store.put_batch([1, 2, 3], torch.zeros(2, 4))
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [*(({"limit": limit}, r"size|positive") for limit in (0, -5, "0GB", "much", "-1GB")),
@@ -161,26 +112,6 @@ def test_settings_that_there_are_not_are_refused_with_the_known_ones(directory, 
         ActivationStore(directory, **settings)
 
 
-@pytest.mark.parametrize(
-    ("num_expected", "limit", "is_raw"),
-    [
-        (0, "1GB", False),
-        (1000, "1GB", True),
-        (10**6, "1GB", False),
-        (1000, "20MB", False),
-        (10**9, "40TB", False),
-    ],
-    ids=["unknown", "few", "many", "few, but much of the limit", "much of any memory"],
-)
-def test_auto_does_not_compress_what_will_be_small(directory, num_expected, limit, is_raw):
-    batch = torch.zeros(8, 1024)
-    with ActivationStore(directory, limit) as store:
-        generation = store.open_generation({"a": 1}, num_expected=num_expected)
-        keep(store, range(8), batch, into=generation)
-        assert (generation.totals.stored_bytes > batch.nbytes) == is_raw
-        assert torch.equal(generation.get_batch(range(8))[0], batch)
-
-
 def test_a_closed_store_serves_misses_and_drops_writes(store):
     generation = store.open_generation({})
     store.close()
@@ -189,20 +120,6 @@ def test_a_closed_store_serves_misses_and_drops_writes(store):
     assert not generation.get_batch([1])[1].any()
     with pytest.raises(StoreError, match="closed"):
         store.open_generation({"a": 1})
-
-
-@pytest.mark.parametrize("num_bytes", [100, 1_500, 2_020, 3_000, 40_000])
-def test_the_limit_is_never_exceeded_and_is_filled_well(directory, num_bytes):
-    limit, rng = 2_000_000, np.random.default_rng(0)
-    with ActivationStore(directory, limit, codec="raw") as store:
-        for start in range(0, 4 * limit // num_bytes, 500):
-            ids = rng.permutation(10**6)[:500]
-            del start
-            keep(store, ids, torch.zeros(500, num_bytes, dtype=torch.uint8))
-            assert store.stats().bytes_on_disk <= limit
-        on_disk = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        assert 0.5 * limit < on_disk <= limit
-        assert store.stats().dropped_writes > 0
 
 
 class Blocked:
@@ -259,46 +176,6 @@ def test_batches_are_gathered_while_nobody_reads_them_soon():
     assert writer.submit(job(one, "l"))
     writer.close(FLUSH_S)
     assert one.groups == [[["a"], ["b"], ["c"]], [[name] for name in "defghijk"], [["l"]]]
-
-
-def test_what_is_gathered_is_written_before_a_batch_is_dropped_for_its_sake(monkeypatch):
-    monkeypatch.setattr(writer_module, "QUEUE_BATCHES", 1)
-    one = Blocked()
-    one.go.set()
-    writer = Writer()
-    writer.gathers = True
-    assert writer.submit(job(one, "a"))
-    assert writer.submit(job(one, "b")) or one.started.wait(FLUSH_S)
-    writer.close(FLUSH_S)
-    assert one.groups[0][0] == ["a"]
-
-
-def test_batches_that_wait_together_are_stored_as_one_each_sample_once(store):
-    generation = store.open_generation({"use": "joined"})
-    keep(store, [0], rows([0]), into=generation)
-    store._writer.gathers = True
-    for ids, values in (([0, 1], rows([9, 1])), ([2, 1], rows([2, 1])), ([3, 4], rows([3, 4]))):
-        assert generation.put_batch(ids, values)
-    assert store.flush()
-    found, hit = generation.get_batch(range(5))
-    assert hit.all()
-    assert torch.equal(found, rows(range(5)))
-    assert counted(generation)[1] == 0
-
-
-@pytest.mark.parametrize("name", [int, str])
-def test_what_another_store_has_committed_is_served_by_the_next_look(directory, name):
-    ids = [*map(name, range(4))]
-    with ActivationStore(directory) as ours, ActivationStore(directory) as theirs:
-        mine, other = (one.open_generation({"use": "shared"}) for one in (ours, theirs))
-        assert not mine.contains(ids).any()
-        keep(theirs, ids[:2], torch.ones(2, 3), into=other)
-        assert mine.contains(ids).tolist() == [True, True, False, False]
-        assert mine.get_batch(ids)[1].tolist() == [True, True, False, False]
-        mine.release()
-        assert not mine.contains(ids).any()
-        ours.close()
-        assert torch.equal(other.get_batch(ids[:2])[0], torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("width", [4, 20_000], ids=["small", "large"])
@@ -368,41 +245,6 @@ def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch, m
         made(directory)
     assert not directory.exists()
     made(directory, force_network=True).close()
-
-
-def test_a_beginning_that_was_cut_short_is_no_foreign_file(directory):
-    directory.mkdir()
-    (directory / ".cache.json.4711-1").write_text("{")
-    ActivationStore(directory).close()
-    assert (directory / "cache.json").exists()
-
-
-def test_a_new_directory_may_be_claimed_by_several_at_once(tmp_path):
-    for turn in range(20):
-        barrier, errors = threading.Barrier(4), []
-
-        def claim(place, barrier=barrier, errors=errors):
-            barrier.wait()
-            try:
-                place_module.claim_directory(place, 10**6, force_network=False)
-            except StoreError as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=claim, args=(tmp_path / str(turn),)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-        assert [path.name for path in (tmp_path / str(turn)).iterdir()] == ["cache.json"]
-
-
-def test_mounts_that_cannot_be_listed_are_no_reason_to_refuse(directory, monkeypatch):
-    def fail(all):
-        raise OSError("no /proc")
-
-    monkeypatch.setattr(place_module.psutil, "disk_partitions", fail)
-    ActivationStore(directory).close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import io
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,7 +14,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 import torch
@@ -23,23 +21,19 @@ import torch
 import egeria_cache.store.disk.budget as budget_module
 import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.generation as generation_module
-import egeria_cache.store.store as store_module
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.inspect.report import contents, survey, verify
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.environment import Environment
 from egeria_cache.store.disk.files import GoneError, inspected
 from egeria_cache.store.disk.manifest import (
     ROOT_FORMAT,
     DamagedError,
     generation_name,
-    read_json,
     write_json,
 )
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
-from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -124,7 +118,7 @@ def assert_right(store, ids, width=5000):
 KINDS = ["bit", "byte", "zeros", "noise", "cut", "longer", "twice", "word"]
 
 
-def mutate(rng, path, kinds=KINDS):
+def mutate(rng, path, kinds):
     """Change a file as bad memory, bad disks, and people do."""
     content = bytearray(path.read_bytes())
     kind = rng.choice(kinds)
@@ -150,58 +144,25 @@ def mutate(rng, path, kinds=KINDS):
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "manifest.json"])
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("count", [25, pytest.param(5000, marks=pytest.mark.long)])
-@pytest.mark.timeout(7200)
-def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(original, tmp_path, name, count):
-    rng, copy = random.Random(f"{name} {count}"), tmp_path / "cache"
-    for _ in range(count):
-        shutil.copytree(original, copy)
-        mutate(rng, rng.choice(sorted(copy.glob(f"gen-*/{name}"))))
-        first, again, *_ = use(copy)
-        assert again >= first
-        assert directory_bytes(copy) <= 50_000_000
-        shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("count", [30, pytest.param(5000, marks=pytest.mark.long)])
-@pytest.mark.timeout(7200)
-def test_files_exchanged_between_generations_serve_nothing_wrong(original, tmp_path, count):
-    rng, copy = random.Random(count), tmp_path / "cache"
-    for _ in range(count):
-        shutil.copytree(original, copy)
-        one, other = rng.sample(generation_directories(copy), 2)
-        names = ["data.mdb", "lock.mdb", "manifest.json"]
-        for name in rng.sample(names, rng.randrange(1, 4)):
-            theirs = (other / name).read_bytes()
-            ours = bytearray((one / name).read_bytes())
-            at, end = (
-                sorted(rng.choices(range(len(ours) + 1), k=2)) if rng.random() < 0.5 else (0, None)
-            )
-            ours[at:end] = theirs[at:end]
-            (one / name).write_bytes(bytes(ours))
-        use(copy)
-        shutil.rmtree(copy)
-
-
 @pytest.mark.parametrize("codec", ["raw", "zstd", "bitmap+split"])
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("count", [100, pytest.param(3400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
-def test_a_flipped_bit_anywhere_gives_no_wrong_tensor_and_no_crash(tmp_path, codec, count):
+def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(tmp_path, codec, count):
     rng, copy, num_missed = random.Random(count), tmp_path / "cache", 0
     fill(tmp_path / "original", codec=codec)
     for number in range(count):
         shutil.copytree(tmp_path / "original", copy)
         files = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.stat().st_size]
         sizes = [path.stat().st_size if number % 4 else 1 for path in files]
-        mutate(rng, *rng.choices(files, sizes), kinds=["bit"])
+        mutate(rng, *rng.choices(files, sizes), kinds=["bit"] if number % 2 else KINDS)
         with contextlib.suppress(StoreError):  # refused
-            first, _, second, _ = use(copy)
+            first, again, second, _ = use(copy)
+            assert again >= first
             num_missed += first + second < 2 * COUNT
+        assert directory_bytes(copy) <= 50_000_000
         shutil.rmtree(copy)
-    assert num_missed > count / 25  # the flips did hit something
+    assert num_missed > count / 25  # they did hit something
 
 
 def test_another_generations_records_are_damaged_records_and_not_values(copy):
@@ -289,23 +250,6 @@ def test_a_file_that_was_closed_is_opened_without_a_walk_and_any_other_is_walked
     assert len(walks) == 3
 
 
-def test_while_a_tree_is_walked_other_processes_may_open_and_commit(tmp_path, monkeypatch):
-    directory, walk, walks = tmp_path / "cache", environment_module.verify, []
-    fill(directory)
-    for path in generation_directories(directory):
-        os.utime(path / "data.mdb")
-    monkeypatch.setattr("egeria_cache.store.disk.budget.LOCK_WAIT_S", 0.0)
-
-    def watched(*args, **kwargs):
-        with Budget(directory, 1).locked():
-            walks.append(1)
-        return walk(*args, **kwargs)
-
-    monkeypatch.setattr(environment_module, "verify", watched)
-    assert use(directory) == [COUNT] * 4
-    assert len(walks) == 2
-
-
 def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
     tmp_path, monkeypatch
 ):
@@ -368,16 +312,6 @@ def test_wherever_a_record_is_damaged_it_is_a_miss_named_once_and_stored_anew(
     assert "sample 1" in warning
 
 
-def test_a_record_moved_to_another_samples_key_is_not_served(store):
-    for one in (1, 2):
-        keep(store, [one], rows([one]))
-    environment = store._own()._files._environment
-    with environment.transaction(writes=True) as transaction:
-        table, (one, two) = environment.tables[b"samples"], encode_keys([1, 2])
-        transaction.put(one, bytes(transaction.get(two, db=table)), db=table)
-    assert store.get_batch([1, 2])[1].tolist() == [False, True]
-
-
 def flip(name):
     def bits_of(copy, patch):
         path, rng = next(copy.glob(f"gen-*/{name}"), copy / name), random.Random(0)
@@ -396,22 +330,6 @@ def lose_description(copy, patch):
     (copy / "cache.json").unlink()
 
 
-def describe_as_others(copy, patch):
-    write_json(copy / "cache.json", {"format": ROOT_FORMAT, "limit_bytes": 1, "new": "word"})
-    assert use(copy) == [COUNT] * 4
-    content = read_json(copy / "cache.json", ROOT_FORMAT)
-    assert (content["new"], content["limit_bytes"]) == ("word", 50_000_000)
-
-
-def compact(copy, patch):
-    for path in generation_directories(copy):
-        compacted = copy.parent / path.name
-        compacted.mkdir()
-        with lmdb.open(str(path), max_dbs=3, readonly=True) as env:
-            env.copy(str(compacted), compact=True)
-        shutil.copy(compacted / "data.mdb", path / "data.mdb")
-
-
 def fill_disk(copy, patch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -422,10 +340,9 @@ def fill_disk(copy, patch):
 @pytest.mark.parametrize(
     ("change", "limit"),
     [(flip("manifest.json"), "50MB"), (flip("cache.json"), "50MB"), (lose_description, "50MB"),
-     (describe_as_others, "50MB"), (compact, "50MB"), (fill_disk, "60MB"),
-     (lambda *_: None, "500TB"), (lambda *_: None, 2**62)],
-    ids=["bits of the manifest", "bits of the root", "the root is lost", "words of others",
-         "a compacted copy", "a full disk and another limit", "any limit", "2^62"],
+     (fill_disk, "60MB"), (lambda *_: None, "500TB")],
+    ids=["bits of the manifest", "bits of the root", "the root is lost",
+         "a full disk and another limit", "any limit"],
 )  # fmt: skip
 def test_what_costs_nothing_that_is_stored(copy, monkeypatch, change, limit):
     change(copy, monkeypatch)
@@ -433,29 +350,6 @@ def test_what_costs_nothing_that_is_stored(copy, monkeypatch, change, limit):
 
 
 # -- what is no damage -----------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_aside(
-    copy, monkeypatch
-):
-    paths = generation_directories(copy)
-    for path in paths:
-        os.utime(path / "data.mdb")
-    before = [(path / "data.mdb").read_bytes() for path in paths]
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patched, ActivationStore(copy) as store:
-        patched.setattr(environment_module, "verify", fail)
-        for fields in FIELDS:
-            with pytest.raises(StoreError, match="Input/output error"):
-                store.open_generation(fields)
-        for path in paths:
-            (damaged,) = verify(path).damage
-            assert "Input/output error" in damaged.reason
-    assert [(path / "data.mdb").read_bytes() for path in paths] == before
-    assert use(copy) == [COUNT] * 4
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ENFILE])
@@ -478,47 +372,6 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
     assert not list(copy.glob("damaged-*"))
 
 
-def test_statistics_and_sizes_never_raise(copy, monkeypatch):
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with ActivationStore(copy) as store:
-        generation = store.open_generation(FIELDS[0])
-        monkeypatch.setattr(os, "scandir", refuse)
-        monkeypatch.setattr(Environment, "transaction", refuse)
-        assert store.stats().num_samples == 0
-        assert generation.num_samples == 0
-        assert not generation.contains([1]).any()
-        assert generation.locate([1]).num_bytes == 0
-        assert not generation.get_batch([1])[1].any()
-
-
-def test_a_close_that_fails_and_directories_without_end_end_no_training(copy, monkeypatch):
-    real = os.close
-
-    def close(descriptor):
-        real(descriptor)
-        raise OSError(errno.EIO, "Input/output error")
-
-    with ActivationStore(copy) as store:
-        generation = store.open_generation(FIELDS[0])
-        assert generation.get_batch(range(COUNT))[1].all()
-        place = os.open(copy, os.O_RDONLY)
-        for _ in range(1300):
-            os.mkdir("a", dir_fd=place)
-            inner = os.open("a", os.O_RDONLY, dir_fd=place)
-            real(place)
-            place = inner
-        real(place)
-        assert store.stats().bytes_on_disk > 1000 * 4096
-        monkeypatch.setattr(os, "close", close)
-        store.close()
-        monkeypatch.undo()
-    subprocess.run(["rm", "-rf", copy / "a"], check=True)
-    assert use(copy) == [COUNT] * 4
-
-
 def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store, caplog):
     keep(store, [1], rows([1]))
     environment = store._own()._files._environment
@@ -533,20 +386,6 @@ def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store,
     (warning,) = warnings_of(caplog)
     assert "cannot be read now" in warning
     assert "READERS_FULL" in warning
-
-
-def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with ActivationStore(tmp_path / "cache") as store:
-        for _ in range(2):
-            assert not store.put_batch([1], torch.ones(1, 10))
-            assert not store.get_batch([1])[1].any()
-        assert store.stats().dropped_writes == 2
-    (warning,) = warnings_of(caplog)
-    assert "can't start new thread" in warning
 
 
 def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
@@ -611,16 +450,6 @@ def test_trouble_with_the_directory_costs_the_batches_and_one_warning(
         assert store.open_generation({"a": 1}).alive
 
 
-def test_a_generation_that_is_removed_while_it_is_looked_at_is_not_a_strangers(store, monkeypatch):
-    keep(store, [1], rows([1]), into=(generation := store.open_generation({"a": 1})))
-    generation.release()
-    look = store_module.is_own_directory
-    monkeypatch.setattr(
-        store_module, "is_own_directory", lambda path: shutil.rmtree(path, True) or look(path)
-    )
-    assert store.open_generation({"a": 1}).alive
-
-
 def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
     stop = threading.Event()
     errors = []
@@ -653,16 +482,6 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
 
 
 TROUBLED = {
-    "a file that may not grow": """
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-        with ActivationStore(sys.argv[1], codec="raw") as store:
-            for one in range(100):
-                store.put_batch([one], torch.full((1, 5000), float(one)))
-                store.flush(120)
-            got, hit = store.get_batch(range(100))
-            assert 0 < hit.sum() < 100
-            assert all((got[i] == i).all() for i in range(100) if hit[i])
-    """,
     "little address space": """
         size = int(open("/proc/self/statm").read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
@@ -673,22 +492,6 @@ TROUBLED = {
                 generation.put_batch(range(start, start + 100), {"x": torch.ones(100, 10_000)})
                 assert store.flush(60)
             assert generation.get_batch(range(24))[1].all()
-    """,
-    "forked children that exit": """
-        store = ActivationStore(sys.argv[1])
-        store.put_batch([1], torch.ones(1, 10))
-        assert store.flush(120) and store.get_batch([1])[1].all()
-        for way in ("exit", "collect"):
-            child = os.fork()
-            if child == 0:
-                if way == "collect":
-                    del store
-                    gc.collect()
-                sys.exit(0)  # the interpreter frees what it holds
-            os.waitpid(child, 0)
-            assert store.get_batch([1])[1].all(), way
-        store.put_batch([2], torch.ones(1, 10))
-        assert store.flush(120) and store.get_batch([2])[1].all()
     """,
 }
 
@@ -717,21 +520,6 @@ def test_a_store_used_across_fork_says_what_to_do(store):
     assert store.get_batch([1])[1].all()
 
 
-def test_a_released_generation_is_unlocked_though_a_forked_child_lives(tmp_path):
-    with ActivationStore(tmp_path / "cache") as store:
-        keep(store, [1], torch.zeros(1, 10))
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-            os._exit(0)
-    try:
-        (path,) = generation_directories(tmp_path / "cache")
-        assert not in_use_elsewhere(path)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
 def test_a_forked_child_opens_what_its_parent_has_open_and_leaves_it_alone(tmp_path):
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
         keep(store, [1], torch.ones(1, 10))
@@ -751,22 +539,6 @@ def test_a_forked_child_opens_what_its_parent_has_open_and_leaves_it_alone(tmp_p
         assert store.get_batch([1])[1].all()
         keep(store, [2], torch.ones(1, 10))
         assert store.get_batch([1, 2, 3])[1].all()
-
-
-def test_a_spawned_process_gets_its_own_handle_by_pickle(store):
-    keep(store, [1], rows([1]))
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    child = context.Process(target=_answer, args=(store, answers))
-    child.start()
-    child.join(DEADLINE_S)
-    assert child.exitcode == 0
-    assert answers.get() == [True, False]
-
-
-def _answer(store, answers):
-    answers.put(store.contains([1, 2]).tolist())
-    store.close()
 
 
 NURSERY = """
@@ -836,38 +608,6 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
             assert assert_right(store, [10**6]).all()
         shutil.rmtree(directory)
     nursery.communicate(timeout=DEADLINE_S)
-
-
-def test_a_kill_at_each_file_that_is_made_leaves_nothing_damaged(tmp_path):
-    code = """
-        import signal
-
-        def die_at(last, directory):
-            def hook(event, args):
-                nonlocal last
-                if event in ("open", "os.mkdir", "os.rename") and directory in str(args[0]):
-                    last -= 1
-                    if last < 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-            sys.addaudithook(hook)
-
-        for last in range(1000):
-            directory = f"{sys.argv[1]}/{last}"
-            child = os.fork()
-            if child == 0:
-                die_at(last, directory)
-                with ActivationStore(directory) as store:
-                    store.put_batch([0], torch.ones(1, 5000))
-                    store.flush(120)
-                os._exit(0)
-            if os.waitpid(child, 0)[1] == 0:
-                break
-        print(last)
-    """
-    num_kills = int(run_to_its_end(code, tmp_path))
-    assert num_kills > 5
-    for directory in map(tmp_path.joinpath, map(str, range(num_kills))):
-        assert_nothing_is_damaged(directory)
 
 
 @pytest.mark.parametrize("made", [[], ["data.mdb"], ["data.mdb", "lock.mdb"], ["lock.mdb"]])
@@ -993,31 +733,6 @@ def test_a_full_disk_costs_one_warning_and_nothing_stored_and_is_used_once_there
         assert (assert_right(store, range(400)) == hit).all()
 
 
-@pytest.mark.parametrize("stage", ["nothing", "root", "generation"])
-def test_a_disk_that_was_full_leaves_a_directory_that_works_once_there_is_room(small_disk, stage):
-    place, ballast = small_disk / "cache", small_disk / "ballast"
-    if stage != "nothing":
-        ActivationStore(place).close()
-    if stage == "generation":
-        with ActivationStore(place) as store:
-            store.put_batch([7], rows([7]))
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    with contextlib.suppress(StoreError), ActivationStore(place) as store:
-        with contextlib.suppress(StoreError):
-            store.open_generation({"a": 1})
-        keep(store, [1], rows([1]))
-        assert_right(store, [1, 7])
-    ballast.unlink()
-    for path in place.glob("gen-*"):
-        assert list(verify(path).damage) == []
-    with ActivationStore(place) as store:
-        assert store.open_generation({"a": 1}).alive
-        keep(store, [2], rows([2]))
-        assert assert_right(store, [2, 7]).tolist() == [True, stage == "generation"]
-
-
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
 def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
@@ -1044,18 +759,6 @@ def test_a_nearly_full_disk_kills_nobody_and_loses_nothing(small_disk, count):
         ballast.unlink()
         assert not list((small_disk / "cache").glob("damaged-*"))
         shutil.rmtree(small_disk / "cache")
-
-
-def test_a_lowered_limit_is_applied_when_a_generation_is_opened(tmp_path):
-    directory = tmp_path / "cache"
-    with ActivationStore(directory, "10MB", codec="raw") as store:
-        for fields in FIELDS:
-            keep(store, range(20), torch.zeros(20, 5000), into=store.open_generation(fields))
-    with ActivationStore(directory, "500kB", codec="raw") as store:
-        kept = store.open_generation(FIELDS[1])
-        assert kept.num_samples == 20
-        assert [path.name for path in generation_directories(directory)] == [kept.name]
-        assert store.stats().bytes_on_disk <= 500_000
 
 
 HOLDER = """
@@ -1085,17 +788,6 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
         assert generation.num_samples == 80
         assert not (directory / generation_name({"name": "held"})).exists()
         assert store.stats().bytes_on_disk <= 2_000_000
-
-
-def test_an_interrupted_removal_does_not_eat_the_limit_for_ever(directory):
-    with ActivationStore(directory, limit="2MB", codec="raw") as store:
-        generation = store.open_generation({"a": 1})
-        generation.put_batch(range(60), torch.zeros(60, 5000))
-    (directory / generation.name).rename(directory / f".gone-{generation.name}-1")
-    with ActivationStore(directory, limit="2MB", codec="raw") as store:
-        generation = store.open_generation({"b": 1})
-        keep(store, range(60), torch.zeros(60, 5000), into=generation)
-        assert generation.num_samples == 60
 
 
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
@@ -1145,24 +837,6 @@ def test_a_limit_however_small_is_never_exceeded(tmp_path, limit):
                 assert used <= max(limit, 16_384)  # the directory and its description
 
 
-def test_generations_of_an_earlier_release_are_listed_and_make_room(tmp_path):
-    directory = tmp_path / "cache"
-    ActivationStore(directory, "1MB").close()
-    old = directory / "gen-0123456789ab"
-    old.mkdir(mode=0o700)
-    write_json(old / "manifest.json", {"format": 1, "created": 1.0, "fields": {"boundary": "a"}})
-    for name in ("data.mdb", "lock.mdb", "in-use"):
-        (old / name).write_bytes(bytes(0 if name == "in-use" else 300_000))
-    (report,) = survey(directory).generations
-    assert report.damage is None
-    assert "earlier release" in report.note
-    assert not list(verify(old).damage)
-    with ActivationStore(directory, "1MB", codec="raw") as store:
-        keep(store, range(40), torch.zeros(40, 4000), into=store.open_generation(FIELDS[0]))
-        assert store.stats().num_samples == 40
-    assert not old.exists()
-
-
 # -- leaks -----------------------------------------------------------------------------------
 
 
@@ -1184,38 +858,6 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
         assert len(list(verify(path).damage)) == 0
     with ActivationStore(tmp_path / "cache-0") as store:
         assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
-
-
-def test_what_waits_when_a_generation_is_released_is_stored_without_a_word(tmp_path, caplog):
-    with ActivationStore(tmp_path / "cache", codec="raw") as store:
-        for number in range(12):
-            generation = store.open_generation({"boundary": number})
-            assert generation.put_batch(range(8), torch.full((8, 100), float(number)))
-            generation.release()
-        assert store.flush(DEADLINE_S)
-        for number in range(12):
-            assert store.open_generation({"boundary": number}).num_samples == 8
-        assert store.stats().dropped_writes == 0
-    assert warnings_of(caplog) == []
-
-
-def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch):
-    before = num_descriptors(), threading.active_count()
-    store = ActivationStore(tmp_path / "cache", codec="raw")
-    for turn in range(3):
-        if turn == 0:
-            store.put_batch([1], torch.zeros(1, 10))
-            monkeypatch.setattr(store._writer, "flush", interrupt)
-        elif turn == 1:
-            monkeypatch.undo()
-            monkeypatch.setattr(store._own(), "release", interrupt)
-        else:
-            monkeypatch.undo()
-            store.close()
-            break
-        with pytest.raises(KeyboardInterrupt):
-            store.close()
-    assert (num_descriptors(), threading.active_count()) == before
 
 
 def interrupt(*args):

@@ -1,19 +1,9 @@
 """How records come to the disk: encoded by the writer thread, in blocks, one commit for many."""
 
-import gc
-import itertools
-import json
-import subprocess
-import sys
-import time
-import weakref
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from egeria_cache.inspect.cli import main
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows
@@ -70,16 +60,6 @@ def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(sto
     assert counted(generation) == (3, 1)
     assert said in caplog.text
     assert_stored(generation, [0, 1, 3])
-
-
-@pytest.mark.parametrize("variant", [-1, 2**32])
-def test_a_variant_that_no_key_can_name_is_told_to_the_caller(store, variant):
-    with pytest.raises(ValueError, match=f"variant must be from 0 to 4294967295, got {variant}"):
-        store.put_batch([1], torch.ones(1, 3), variant=variant)
-    with pytest.raises(ValueError, match=f"got {variant}"):
-        store.get_batch([1], variant=variant)
-    keep(store, [1], torch.ones(1, 3), variant=2**32 - 1)
-    assert store.get_batch([1], variant=2**32 - 1)[1].all()
 
 
 @pytest.mark.parametrize("codec", ["raw", "split+zstd"])
@@ -177,16 +157,6 @@ def test_rows_are_the_callers_own(stored):
     check(store, rows, [0, 8, 2])
 
 
-def test_lossy_numbers_of_differing_shapes_are_unpacked(tmp_path):
-    rows = rows_of(LENGTHS)["states"]
-    with ActivationStore(tmp_path, storage_dtype="bfloat16") as store:
-        keep(store, range(len(rows)), {"x": rows})
-        for order in itertools.permutations([0, 2, 7]):
-            found, _ = store.get_batch(list(order))
-            for one, row in zip(order, found["x"], strict=True):
-                assert torch.equal(row, rows[one].bfloat16().float())
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together):
     rows = rows_of(LENGTHS)["states"]
@@ -203,63 +173,3 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
             assert hit.tolist() == [True, False, True]
             assert found["x"][1] is None
             assert torch.equal(found["x"][2], rows[2])
-
-
-def test_what_a_lossy_storage_cannot_hold_is_refused_by_name(tmp_path, caplog):
-    rows = torch.ones(4, 5)
-    with ActivationStore(tmp_path, storage_dtype="float16") as store:
-        keep(store, [0, 1], rows[:2])
-        keep(store, [2, 3], rows[2:] * 1e9)
-        assert "float32 [5] as float16" in caplog.text
-        assert store.get_batch(range(4))[1].tolist() == [True, True, False, False]
-
-
-# Many steps, two processes, and a cleaner beside them: nothing wrong, and nothing grows.
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize("num_steps", [600, pytest.param(250_000, marks=pytest.mark.long)])
-@pytest.mark.timeout(24 * 3600)
-def test_two_processes_with_moves_and_a_cleaner_hold_no_more_at_the_end(
-    tmp_path, num_steps, capsys
-):
-    command = [sys.executable, "-m", "tests.helpers.soak", str(tmp_path / "cache"), str(num_steps)]
-    children = [
-        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for seed in range(2)
-    ]
-    while any(child.poll() is None for child in children):
-        if (tmp_path / "cache" / "cache.json").exists():
-            assert main([str(tmp_path / "cache"), "prune", "--unused", "--yes", "--json"]) == 0
-            assert main([str(tmp_path / "cache"), "verify", "--json"]) in (0, 2)  # 2: just gone
-        time.sleep(min(0.2, num_steps / 10_000))
-    for child in children:
-        report = json.loads(child.communicate()[0])
-        assert child.returncode == 0
-        assert report["wrong"] == []
-        assert report["corrupt"] == 0
-        assert report["hits"] > 0
-        settled, last = report["measured"][3], report["measured"][-1]
-        assert last["descriptors"] <= settled["descriptors"] + 2
-        assert last["threads"] <= settled["threads"]
-        assert last["memory_mb"] <= settled["memory_mb"] + 24
-        with capsys.disabled():
-            if num_steps > 600:
-                print(json.dumps(report))
-
-
-def test_generations_that_are_over_are_let_go_and_their_counts_are_kept(tmp_path):
-    with ActivationStore(tmp_path / "cache") as store:
-        past = []
-        for number in range(20):
-            generation = store.open_generation({"boundary": number % 2})
-            keep(store, [1, 2], torch.ones(2, 4), into=generation)
-            generation.get_batch([1, 2, 3])
-            generation.void("unfrozen")
-            past.append(weakref.ref(generation))
-            del generation
-        gc.collect()
-        assert sum(one() is not None for one in past) <= 2
-        stats = store.stats()
-        assert (stats.hits, stats.misses, stats.writes) == (40, 20, 40)

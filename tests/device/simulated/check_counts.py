@@ -3,12 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.cache import engine_callbacks
-from egeria_cache.prefetch import prefetcher
-from egeria_cache.store import has_kernel
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
@@ -139,32 +137,3 @@ def test_over_an_epoch_each_row_crosses_once_and_then_no_more(run):
     for epoch in later:
         assert epoch <= ROWS * INDEX_BYTES + audited
     assert run[2].hits == 3 * ROWS
-
-
-@pytest.mark.skipif(not has_kernel(), reason="rows that are read one by one lie in plain memory")
-@pytest.mark.parametrize("ring_batches", [1, 3])
-def test_with_more_samples_than_slots_each_row_crosses_once_an_epoch(
-    tmp_path, monkeypatch, ring_batches
-):
-    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
-    _, whole, stats = cached(tmp_path, 3, ring_batches=ring_batches, rows=160)
-    audited = IMAGE_BYTES + LABEL_BYTES
-    for epoch in whole[1:]:
-        rows = epoch.to_device - 160 * LABEL_BYTES
-        assert rows <= 160 * (ROW_BYTES + INDEX_BYTES + 2 * ENTRY_BYTES) + 2 * audited
-        assert epoch.pageable <= 2 * 2  # of what audits load
-    assert stats.hits == 2 * 160
-
-
-def test_what_is_drawn_again_while_it_is_resident_is_not_copied_again(tmp_path, monkeypatch):
-    """Sampling with replacement: of N rows R are resident, and so many draws are spared."""
-    monkeypatch.setattr(prefetcher, "WHOLE_BYTES", 0)
-
-    def sampler(data):
-        generator = torch.Generator().manual_seed(0)
-        return RandomSampler(data, replacement=True, num_samples=400, generator=generator)
-
-    _, whole, stats = cached(tmp_path, 6, sampler=sampler, rows=ROWS * 3)
-    assert stats.hit_rate > 0.5
-    served = 400 * (ROW_BYTES + LABEL_BYTES)
-    assert whole[-1].to_device < 0.7 * served

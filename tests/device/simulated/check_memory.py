@@ -7,7 +7,6 @@ from egeria_cache.device import room
 from egeria_cache.prefetch import prefetcher
 from tests.device import backend
 from tests.device.simulated.runs import DEVICE, assert_same, plain, run
-from tests.helpers.nets import make_net
 
 OPS = torch.ops.simulated
 LATER_STEPS = range(14, 31)
@@ -27,18 +26,6 @@ def test_threads_begin_no_context_on_another_device_than_the_training_steps(
     OPS.forget_begun()
     torch.accelerator.set_device_index(1)
     cached = run(tmp_path, gate="always", epochs=3, pin_memory=True)
-    assert cached[2].hits == 2 * 48
-    assert OPS.begun() == [0, 1]
-
-
-def test_nor_does_a_model_that_is_elsewhere_than_the_current_device(tmp_path):
-    """`model.to("cuda:1")` and no `set_device`: plain training begins the second one alone."""
-    OPS.forget_begun()
-    there = torch.device(DEVICE, 1)
-    cached = run(
-        tmp_path, gate="always", epochs=3, pin_memory=True, make=make_net,
-        to=lambda batch: [part.to(there) for part in batch], place=there,
-    )  # fmt: skip
     assert cached[2].hits == 2 * 48
     assert OPS.begun() == [0, 1]
 

@@ -3,10 +3,7 @@
 import itertools
 
 import pytest
-import torch
 
-from egeria_cache.cache import engine_callbacks
-from egeria_cache.prefetch import prefetcher
 from tests.device.backend import counts
 from tests.device.simulated.check_memory import rings
 from tests.device.simulated.runs import assert_same, plain, run
@@ -72,20 +69,6 @@ def test_longer_rows_than_have_come_are_given_a_ring_of_their_own(tmp_path):
     assert crossed[-1] < NUM * 4 * WIDTH * 4
 
 
-@pytest.mark.parametrize("free", [0, 10_000])
-def test_where_there_is_no_room_for_longer_rows_they_come_with_their_batch(
-    tmp_path, monkeypatch, free
-):
-    monkeypatch.setattr(prefetcher, "room", lambda device: free)
-    data = Sentences(NUM)
-    order = sorted(range(NUM), key=lambda i: len(data.tokens[i]))
-    changes = {"data": data, "sampler": order, "shuffle": False}
-    found, is_open, _ = served(tmp_path, cache_kwargs={"ring_batches": 1}, **changes)
-    assert_same(found, plain(**settings(**changes)))
-    assert found[2].hits == 5 * NUM
-    assert is_open[-1:] == [True] * bool(free)
-
-
 def test_batches_that_are_partly_hits_are_as_long_as_their_longest_sample(tmp_path):
     """Every second sample was stored by a run before."""
     served(tmp_path, sampler=range(0, NUM, 2), shuffle=False, epochs=2)
@@ -94,27 +77,3 @@ def test_batches_that_are_partly_hits_are_as_long_as_their_longest_sample(tmp_pa
     assert found[2].partial_batches > 0
     assert found[2].hits > 5 * NUM
     assert is_open[-1]
-
-
-def test_a_step_of_padded_hits_makes_the_host_wait_no_more_than_a_computed_one(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        engine_callbacks, "MAX_COST", 0.0
-    )  # the first hit is recomputed, and no other
-
-    def waits(gate):
-        steps, before = [], [counts().waits]
-
-        def on_step(step, model, cache):
-            steps.append(counts().waits - before[0])
-            before[0] = counts().waits
-
-        run(tmp_path / gate, gate=gate, on_step=on_step, **settings())
-        return steps
-
-    computed, hits = waits("never"), waits("always")
-    last = slice(3 * NUM // B, None)
-    more = [a - b for a, b in zip(hits[last], computed[last], strict=True)]
-    assert more == [0] * 3 * (NUM // B)
-    assert torch.get_num_threads() == 1
