@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -62,6 +63,13 @@ read takes a multiple, for both threads wait for the interpreter: on two cores 1
 that training reads itself cost it 0.3 ms, and those of a reader 0.8; with 48 it is 0.4 ms and 1.2.
 From 2 MiB on a reader is ahead (a step of 13.4 ms, and 15.3 without it)."""
 
+TOGETHER_BYTES = 2 << 20
+"""So much of neighbouring short batches is read in one call: most of what reading 10 records of
+16 KiB takes is the same for any number of them. They live as long as the last one of them."""
+
+ALIGNMENT = 16
+"""Of memory, as malloc gives it: how numbers are added up may depend on that."""
+
 _passes = count()
 _held, _lock = Held(), threading.Lock()
 
@@ -94,6 +102,8 @@ class PlannedEntry:
         """Whether the batch was given out."""
         self.was_used = False
         self._reading: Future[bool] | Deferred | None = None
+        self._is_read: bool | None = None
+        """Whether its rows are there; None: it was read neither alone nor beside another one."""
         self._process = os.getpid()
         self._ring: Ring | None = None
         self._place: Place | None = None
@@ -197,6 +207,8 @@ class Prefetcher:
         self.has_waited = False
         """Whether something was not in memory: from then on all is read ahead."""
         self._rings: set[Ring] = set()
+        self._deferred: deque[PlannedEntry] = deque()
+        """What the training thread is to read, in its order."""
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
@@ -205,6 +217,7 @@ class Prefetcher:
             is_short = entry.num_hits * view.cut.row_bytes <= SHORT_BYTES
             if is_short and not (self.has_waited or needs_ring(view.device)):
                 entry._reading = Deferred(self, self._readers, read)
+                self._deferred.append(entry)
                 return
             try:
                 entry._reading = self._readers.submit(read)
@@ -219,6 +232,7 @@ class Prefetcher:
     def close(self) -> None:
         """Stop reading ahead. What is on the device stays there for the next pass."""
         self._closed = True
+        self._deferred.clear()
         for ring in list(self._rings):
             ring.release_before(self._first + (1 << 40))
         self._rings.clear()
@@ -233,8 +247,10 @@ class Prefetcher:
         if self._closed or not entry.alive:
             return False
         view = entry.view
-        if in_memory or view.is_spread or not needs_ring(view.device):
-            return self._read_whole(entry, in_memory)
+        if in_memory:
+            return self._read_short(entry)
+        if view.is_spread or not needs_ring(view.device):
+            return self._read_whole(entry)
         ring, number = self._ring_of(view), self._first + entry.number
         if not view.has_room:
             return self._read_whole(entry)
@@ -282,16 +298,46 @@ class Prefetcher:
                 raise LookupError("a row is larger than is known to be right")
         entry._place, entry._ring = place, ring
 
-    def _read_whole(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
+    def _read_short(self, entry: PlannedEntry) -> bool:
+        """Read an entry's rows, and with them those behind it: they wait for no disk."""
+        if entry._is_read is None:
+            self._read_together(self._neighbours(entry), in_memory=True)
+        return bool(entry._is_read)
+
+    def _neighbours(self, first: PlannedEntry) -> list[PlannedEntry]:
+        """Return an entry, and the deferred ones behind it that are read with it."""
+        found, waiting = [first], self._deferred
+        size = first.num_hits * first.view.cut.row_bytes
+        while waiting and waiting[0].number <= first.number:
+            waiting.popleft()
+        while waiting and waiting[0].view is first.view:
+            size += waiting[0].num_hits * first.view.cut.row_bytes
+            if size > TOGETHER_BYTES:
+                break
+            found.append(waiting.popleft())
+        return found
+
+    def _read_whole(self, entry: PlannedEntry) -> bool:
         """Read all rows, and keep them with the batch itself."""
-        tensors, found = entry.view.generation.get_located(
-            entry.located, pin_memory=pins(entry.view.device), in_memory=in_memory
-        )
-        if not found.all():
-            return False
-        longest = self._keep(entry, tensors)
-        entry._rows = _put_together(entry.view, tensors, longest)
-        return True
+        self._read_together([entry], in_memory=False)
+        return bool(entry._is_read)
+
+    def _read_together(self, entries: Sequence[PlannedEntry], *, in_memory: bool) -> None:
+        """Read all rows of batches from one view, and keep them with these."""
+        view = entries[0].view
+        tensors, found = view.generation.get_located(
+            Located.joined([one.located for one in entries]),
+            pin_memory=pins(view.device), in_memory=in_memory,
+        )  # fmt: skip
+        start = 0
+        for entry in entries:
+            stop = start + entry.num_hits
+            entry._is_read = bool(found[start:stop].all())
+            if entry._is_read:
+                is_all = len(entries) == 1
+                own = tensors if is_all else {n: _part(v, start, stop) for n, v in tensors.items()}
+                entry._rows = _put_together(view, own, self._keep(entry, own))
+            start = stop
 
     def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Note what records have beside the activations; return how long the longest is."""
@@ -388,6 +434,20 @@ def _put_together(
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
+
+
+def _part(rows: Any, start: int, stop: int) -> Any:
+    """Return some rows as nobody could tell from ones that were read alone: what is written to them
+    is written to no others in autograd's books.
+    """
+    if not isinstance(rows, Tensor):
+        return rows[start:stop]
+    flat = rows.reshape(-1).view(torch.uint8).numpy()
+    size = len(flat) // len(rows)
+    part = torch.from_numpy(flat[start * size : stop * size])
+    if part.data_ptr() % ALIGNMENT:
+        part = part.clone()
+    return part.view(rows.dtype).view(stop - start, *rows.shape[1:])
 
 
 def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:

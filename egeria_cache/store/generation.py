@@ -81,6 +81,14 @@ class Located(NamedTuple):
         """Of all of them, as they are stored."""
         return int(self.entries["size"].sum(dtype=np.int64))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Located]) -> Located:
+        """Return those of all, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        keys = [key for one in parts for key in one.keys]
+        return cls(keys, np.concatenate([one.entries for one in parts]))
+
     def rows(self, start: int, stop: int) -> Located:
         """Return those of some of the samples."""
         return Located(self.keys[start:stop], self.entries[start:stop])

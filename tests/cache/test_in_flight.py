@@ -79,6 +79,29 @@ def test_what_the_loop_writes_into_a_features_output_does_not_reach_the_next_for
         assert cache.stats().hits == 16
 
 
+def test_what_is_written_to_a_batch_is_written_to_none_that_was_read_with_it(tmp_path):
+    torch.manual_seed(0)
+    model, data = Exposed(), torch.utils.data.TensorDataset(torch.randn(8, 6))
+    model.front.requires_grad_(False)
+    with ActivationCache(model, tmp_path, "front", gate="always", audit_rate=0) as cache:
+        gradients = []
+        for _ in range(3):
+            model.head.zero_grad()
+            loss = torch.zeros(())
+            for number, (x,) in enumerate(EgeriaLoader(data, 2, cache=cache)):
+                features, logits = model(x)
+                if number % 2:
+                    features.zero_()
+                else:
+                    loss = loss + logits.square().sum()
+            loss.backward()
+            gradients.append(model.head.weight.grad.clone())
+            cache.flush()
+        assert cache.stats().hits == 16
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
 def activations_of(model, loader):
     """What the boundary returns for each target of a pass, in order."""
     seen = []
