@@ -34,21 +34,14 @@ def loss_at(net: nn.Module, step: int) -> Tensor:
     return F.cross_entropy(net(x.flatten(1)), y)
 
 
-def run(
-    policy: Policy, make: Any, schedule: Any = None, told: float | None = None, **options: Any
-) -> tuple[nn.Sequential, torch.optim.Optimizer, FreezeController]:
+def run(policy: Policy, make: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, FreezeController]:
     net = model()
     optimizer = make(net.parameters())
-    scheduler = None if schedule is None else schedule(optimizer)
-    options = {"layers": LAYERS, "total_steps": STEPS} | options
     # On so few steps hardly any move pays; which are asked for is what is tested.
-    options = {"move_cost": 1e-9} | options
+    options: dict[str, Any] = {"layers": LAYERS, "total_steps": STEPS, "move_cost": 1e-9}
     controller = FreezeController(net, optimizer, policy=policy, **options)
     for step in range(STEPS):
-        loss = take_step(loss_at(net, step), optimizer)
-        if scheduler is not None:
-            scheduler.step()
-        controller.step(loss if told is None else told)
+        controller.step(take_step(loss_at(net, step), optimizer))
     controller.close()
     return net, optimizer, controller
 

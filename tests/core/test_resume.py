@@ -214,6 +214,30 @@ def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
     assert len(run.controller.history.of("evaluator_lost")) == 1
 
 
+def test_dropped_evaluations_are_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from egeria_core.reference import InlineEvaluator
+
+    monkeypatch.setattr(InlineEvaluator, "submit", lambda *args: False)
+    run = Run(evaluate_every=1, bootstrap=None)
+    run.train(range(45))
+    assert caplog.text.count("were dropped") == 1
+    assert len(run.controller.history.of("dropped")) > 30
+    assert run.controller.schedule() == []
+
+
+def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(bootstrap=None)
+    run.train(range(3))
+    block = run.model.layer1[0]
+    forward = block.forward
+    run.model.layer1.forward = lambda x: run.model.layer1[1].forward(forward(x))  # type: ignore[method-assign]
+    run.train(range(3, 20))
+    assert caplog.text.count("have not fired") == 1
+    assert len(run.controller.history.of("tap_silent")) == 1
+
+
 def test_a_policy_that_freezes_the_last_layer_is_stopped() -> None:
     class All(StaticPolicy):
         def observe(self, reading: Any) -> int:

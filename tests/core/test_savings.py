@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from egeria_core import FreezeController, Policy, StaticPolicy
 from egeria_core.policies import HarmEstimate, Measure, Movement, Reading
 from egeria_core.savings.savings import BACKWARD_SHARE, saved_parts
-from egeria_core.watch.forward import LayerMap
+from egeria_core.watch.forward import ForwardTrace, LayerMap
 from tests.helpers.core_nets import ResNet, mlp, train
 
 
@@ -29,6 +30,16 @@ def test_the_count_is_that_of_the_products() -> None:
     assert layers.parts == pytest.approx(parts)
     saves = saved_parts(layers.parts, [1, 1, 1])
     assert saves == pytest.approx([0, *(BACKWARD_SHARE * part for part in parts[:2])])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_counted(kind: Any) -> None:
+    model = nn.Sequential(nn.Embedding(11, 16), kind(16, 16))
+    trace = ForwardTrace(model, ["1"])
+    model(torch.randint(11, (4, 8)))
+    trace.close()
+    weights = sum(w.numel() for w in model[1].parameters() if w.dim() == 2)
+    assert trace.upto["1"] == pytest.approx(2 * 32 * weights)
 
 
 class Wishes:

@@ -16,7 +16,7 @@ ROOT = HERE.parents[2]
 GROUPS = {
     "chain": ("chain", "counts"),
     "features": ("features", "memory", "padded"),
-    "models": ("zoo", "controller", "ring"),
+    "others": ("controller", "ring"),
     "order": ("order",),
     "hostile": ("hostile",),
 }

@@ -1,6 +1,5 @@
 import subprocess
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -154,28 +153,6 @@ def test_batches_that_waited_are_committed_together_in_order_and_per_generation(
     writer.close(FLUSH_S)
     assert one.groups == [[["a"]], [["b"], ["c"]], [["e"]], [["f"]]]
     assert other.groups == [[["d"]]]
-
-
-def test_batches_are_gathered_while_nobody_reads_them_soon():
-    one = Blocked()
-    one.go.set()
-    writer = Writer()
-    writer.gathers = True
-    for name in "abc":
-        assert writer.submit(job(one, name))
-    assert not one.started.wait(0.05)
-    writer.hurry()
-    assert one.started.wait(FLUSH_S)
-    assert writer.flush(FLUSH_S)
-    writer.gathers = True
-    for name in "defghijk":  # the eighth makes a group
-        assert writer.submit(job(one, name))
-    deadline = time.monotonic() + FLUSH_S
-    while len(one.groups) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert writer.submit(job(one, "l"))
-    writer.close(FLUSH_S)
-    assert one.groups == [[["a"], ["b"], ["c"]], [[name] for name in "defghijk"], [["l"]]]
 
 
 @pytest.mark.parametrize("width", [4, 20_000], ids=["small", "large"])

@@ -115,6 +115,7 @@ RUNS = {
     "bert": lambda: family("bert", "embeddings", "position", "encoder.0", "encoder.1"),
     "encoder_decoder": lambda: family("encoder_decoder", "shared", "encoder.0", "encoder.1"),
     "mlp": lambda: family("mlp", "0", "2"),
+    "float64": lambda: numbers(torch.float64),
     "bfloat16": lambda: numbers(torch.bfloat16),
     "float16": lambda: numbers(torch.float16),
     "scaled losses": lambda: {"autocast": torch.float16, "scaled": True},
