@@ -56,6 +56,7 @@ class Muon(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "writes into gradients": lambda p: Muon(p, 0.01),
     "sgd": lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1),
     "nesterov": lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
@@ -64,7 +65,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw, fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
     "adam, large epsilon": lambda p: torch.optim.Adam(p, 0.1, eps=1.0),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
-    "writes into gradients": lambda p: Muon(p, 0.01),
 }
 
 

@@ -70,6 +70,14 @@ def test_a_curve_that_keeps_falling_or_rising_is_not_stale(way: float) -> None:
     assert feed(PlasticityPolicy(3), [100.0 + way * i for i in range(60)])[-1] == 0
 
 
+def test_the_counter_asks_for_stale_readings_in_a_row() -> None:
+    flat = [8.0, 4.0, 2.0, *[1.0] * 5]
+    policy = PlasticityPolicy(4)
+    jumps = [*flat, 9.0, *[1.0] * 5, 9.0, *[1.0] * 5]
+    assert feed(policy, jumps)[-1] == 0
+    assert feed(policy, [1.0] * 20, layer=0)[-1] >= 1
+
+
 def test_counter_and_history_start_afresh_for_the_next_layer() -> None:
     """Algorithm 1 as printed keeps the counter, and the next layer would freeze at once."""
     policy = PlasticityPolicy(3)

@@ -1,18 +1,12 @@
 """Promises that take a loader, a cache and a way of use together."""
 
-import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     RandomSampler,
     WeightedRandomSampler,
 )
@@ -25,60 +19,6 @@ from egeria_cache import (
     ShardAffineSampler,
 )
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
-
-
-class DrawsLate(Dataset):
-    """Some samples draw, each from another generator; the first ones do not."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        draws = [random.random, np.random.rand, lambda: torch.rand(()).item(), lambda: 0.0]
-        return index, draws[index % 4]() if index >= 7 else 0.0
-
-
-def batches(loader, num=None):
-    found = []
-    for x, y in loader:
-        found.append((x.tolist(), y.tolist()))
-        if len(found) == num:
-            break
-    return found
-
-
-@settings(max_examples=15, deadline=None)
-@given(cut=st.integers(1, 4), shuffle=st.booleans(), draws=st.booleans())
-def test_while_nothing_is_frozen_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path_factory, cut, shuffle, draws
-):
-    """Whichever samples the resumed process sees draw first."""
-    with ActivationCache(nn.Linear(1, 1), tmp_path_factory.mktemp("cache")) as cache:
-
-        def loader():
-            generator = torch.Generator().manual_seed(5)
-            return EgeriaLoader(
-                DrawsLate(),
-                4,
-                shuffle=shuffle,
-                cache=cache,
-                reuse=None,
-                seed=2,
-                generator=generator,
-            )
-
-        whole = loader()
-        expected = [batches(whole) for _ in range(3)]
-        begun = loader()
-        if draws:  # the order of discovery is another one
-            begun.source.samples.drawn = frozenset({"random"})
-        assert batches(begun) == expected[0]
-        assert batches(begun, cut) == expected[1][:cut]
-        state = begun.state_dict()
-        resumed = loader()
-        resumed.load_state_dict(state)
-        assert batches(resumed) == expected[1][cut:]
-        assert batches(resumed) == expected[2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

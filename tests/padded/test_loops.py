@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,30 +169,6 @@ def test_batches_filled_up_to_a_number_of_tokens(directory, workers):
     assert_same(plain, served)
     assert served.hits == [0, 60, 60]
     served.cache.close()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_resume_in_mid_epoch(directory, workers):
-    plain = Run(Encoder, Sentences(48), pad_right).epochs(3)
-    first = Run(Encoder, Sentences(48), pad_right, directory, workers=workers)
-    first.epochs(1)
-    for batch in itertools.islice(first.loader, 2):
-        first.train(batch)
-    state = {
-        "model": first.model.state_dict(),
-        "optimizer": first.optimizer.state_dict(),
-        "loader": first.loader.state_dict(),
-        "cache": first.cache.state_dict() if hasattr(first.cache, "state_dict") else None,
-    }
-    first.cache.close()
-    second = Run(Encoder, Sentences(48), pad_right, directory, workers=workers)
-    second.model.load_state_dict(state["model"])
-    second.optimizer.load_state_dict(state["optimizer"])
-    second.loader.load_state_dict(state["loader"])
-    second.epochs(2)
-    torch.testing.assert_close(first.losses + second.losses, plain.losses, rtol=1e-5, atol=1e-5)
-    assert second.hits[-1] == 48
-    second.cache.close()
 
 
 def test_a_second_run_starts_with_hits(directory):

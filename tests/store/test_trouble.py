@@ -352,6 +352,29 @@ def test_what_costs_nothing_that_is_stored(copy, monkeypatch, change, limit):
 # -- what is no damage -----------------------------------------------------------------------
 
 
+def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_aside(
+    copy, monkeypatch
+):
+    paths = generation_directories(copy)
+    for path in paths:
+        os.utime(path / "data.mdb")
+    before = [(path / "data.mdb").read_bytes() for path in paths]
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched, ActivationStore(copy) as store:
+        patched.setattr(environment_module, "verify", fail)
+        for fields in FIELDS:
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.open_generation(fields)
+        for path in paths:
+            (damaged,) = verify(path).damage
+            assert "Input/output error" in damaged.reason
+    assert [(path / "data.mdb").read_bytes() for path in paths] == before
+    assert use(copy) == [COUNT] * 4
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ENFILE])
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "manifest.json", "in-use"])
 def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, number, name):
