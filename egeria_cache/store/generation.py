@@ -76,11 +76,6 @@ class Located(NamedTuple):
         found: npt.NDArray[np.bool_] = self.entries["size"] > 0
         return found
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of them, as they are stored."""
-        return int(self.entries["size"].sum(dtype=np.int64))
-
     @classmethod
     def joined(cls, parts: Sequence[Located]) -> Located:
         """Return those of all, in their order."""

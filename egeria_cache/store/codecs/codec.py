@@ -56,15 +56,10 @@ class Codec(IntEnum):
     @classmethod
     def named(cls, label: str) -> Codec:
         """Undo `label`."""
-        return next(codec for codec, name in _LABELS.items() if name == label)
+        return cls(_LABELS.index(label))
 
 
-_LABELS = {
-    Codec.RAW: "raw",
-    Codec.ZSTD: "zstd",
-    Codec.SPLIT: "split+zstd",
-    Codec.BITMAP: "bitmap+split",
-}
+_LABELS = "raw", "zstd", "split+zstd", "bitmap+split"
 
 
 class CodecError(ValueError):
