@@ -200,9 +200,9 @@ def _colour(name: str) -> str:
 def larger(*, quick: bool) -> dict[str, dict[str, float]]:
     """Return what runs of larger models take, by model and length."""
     found = {}
-    for name, (_, _, lengths) in list(MODELS.items())[: 1 if quick else None]:
-        for epochs in (2,) if quick else lengths:
-            one = speed(name, epochs=epochs, num_samples=96 if quick else 384)
+    for name, (_, _, runs) in list(MODELS.items())[: 1 if quick else None]:
+        for epochs, num_samples in ((2, 96),) if quick else runs:
+            one = speed(name, epochs=epochs, num_samples=num_samples)
             label = f"{name}, {epochs} epochs of {one['batches']}"
             found[label] = {key: round(value, 3) for key, value in one.items()}
             tell(f"{label}: {found[label]}")

@@ -48,6 +48,8 @@ _WRAPPERS = {(_ACCELERATE, "BatchSamplerShard"), (_ACCELERATE, "SkipBatchSampler
 """They hand on, or leave out, what the batch sampler inside draws."""
 _PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
 """They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
+_LAST = 2
+"""Batches of an epoch that it takes to commit what waits: the next one looks for it."""
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
 
@@ -242,8 +244,9 @@ class Planner:
 
     @property
     def is_midway(self) -> bool:
-        """Whether batches are to come beyond those that are planned by now, ahead of need."""
-        return bool(self._planned) and self._next_number < self._num_foreseeable
+        """Whether more batches are to come than the last few, ahead of need."""
+        left = self._num_foreseeable - self._next_number + len(self._planned)
+        return bool(self._planned) and left > _LAST
 
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
