@@ -784,7 +784,7 @@ class SkipEngine:
 
     def _settle(self, plan: ReplayPlan) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
-        for guard in (plan.guard, *self._plans.guards()):
+        for guard in {plan.guard, *self._plans.guards()}:
             if guard is not None:
                 guard.settle()
 
