@@ -92,11 +92,18 @@ class Boundary:
         self._status = status
         self.look_out = engine.scout.look_out
         """Is to be called when a batch is given out."""
+        self.is_beside = engine.is_beside
+        """Whether the calling thread is another one than that which trains."""
 
     @property
     def frozen(self) -> str | None:
         """The last frozen module, as the model names it."""
         return self._engine.frozen
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the model was called under this boundary."""
+        return self._engine.has_run
 
     def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         """Freeze up to and including this module; None unfreezes all.

@@ -137,6 +137,7 @@ class EngineCallbacks:
         if isinstance(found, str):
             self.leave_uncached(name, found)
             return
+        self._look_at_arguments(batch, cut)
         sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
         lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
         self._views.add(
@@ -158,6 +159,25 @@ class EngineCallbacks:
                 or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
         )
+
+    def _look_at_arguments(self, batch: Batch, cut: Cut) -> None:
+        """Say so if the same samples come with another argument each time: nothing is served."""
+        ids, draws = list(batch.ids), batch.context.source.stored_as(batch.draws)
+        before = [
+            view.cut.fields["arguments"]
+            for view in self._views.of(batch.loader_name)
+            if view.cut is not cut and view.contains(ids, draws).any()
+        ]
+        now = cut.fields["arguments"]
+        other = [key for key in now if len({repr(one.get(key)) for one in (now, *before)}) > 2]
+        if not other or self._counts.hits:
+            return
+        self._passing = self._counts.why_not = (
+            f"the frozen front reads {other[0]}, which has another value each time its samples "
+            "come: what is stored is not served. Give it to what lies behind the boundary"
+        )
+        if self._status.is_news("arguments"):
+            log.warning("nothing is served: %s", self._passing)
 
     def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
@@ -510,6 +530,8 @@ class EngineCallbacks:
             if name not in self._status.uncached:
                 self.leave_uncached(name, source.why_not_served)
             return "plain"
+        if batch.context.task.seed != source.seed:
+            return "plain"  # it was loaded in a thread of which nobody knew whether it trains
         if self._policy.wants_timing(name):
             return "timed"
         why = self._policy.postpones(name, padded=batch.lengths is not None, hits=source.served)

@@ -26,6 +26,10 @@ from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
+_BESIDE = (
+    "its batches are loaded in another thread than that which trains, and the two share their "
+    "random generators; give it num_workers=1 or more"
+)
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -166,6 +170,16 @@ class LoaderApi:
         if boundary is None or not entry.serves_most:
             return False
         return self._policy.wants_control(entry.view.loader_name, boundary)
+
+    def is_beside(self, loader_name: str) -> bool:
+        """Whether a loader without workers is passed in another thread than the training's: what
+        that draws must not be seeded or put back meanwhile. If the model is called, say so.
+        """
+        if not self._boundary.is_beside():
+            return False
+        if self._boundary.has_run:
+            self.leave_uncached(loader_name, _BESIDE)
+        return True
 
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""

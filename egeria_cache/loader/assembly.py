@@ -272,6 +272,8 @@ class Assembly:
         """
         if self.cache is None or not self.cache.may_store(self._source.key):
             return False
+        if plan.seeds_all is None:
+            return False
         control = plan.control
         if control is None or (control.num_misses and self._source.served == 1):
             return True

@@ -27,7 +27,7 @@ from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.batch import SampleId
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
-from egeria_cache.loader.one_pass import Pass, TaskSource
+from egeria_cache.loader.one_pass import Pass, TaskSource, is_beside
 from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.loader.samplers import LeanRandomSampler
@@ -238,7 +238,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.use_collate(self.collate_fn)
         if self.cache is not None and not self._is_plain:
             with self.cache.api.beside(self.source.key):
-                self._ask_data_again(at_end=False)
+                if not is_beside(self.cache.api, self.source.key, self.num_workers):
+                    self._ask_data_again(at_end=False)
                 self.cache.api.adopt(self.source)
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady

@@ -54,6 +54,7 @@ class Pass:
         self._source = loader.source  # not the loader's: one that is given back has none
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
+        self._is_beside = partial(is_beside, cache, loader.source.key, loader.num_workers)
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
             with self._beside():
@@ -66,7 +67,7 @@ class Pass:
         self._planner = Planner(
             iter(loader._index_sampler),
             loader.source.identify,
-            partial(_outlook, cache, loader.source.key),
+            partial(_outlook, cache, loader.source.key, self._is_beside),
             self._prefetcher,
             wants_control=partial(_wants_control, cache),
             beside=self._beside,
@@ -136,7 +137,8 @@ class Pass:
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
             self._prefetcher.close()
             with self._beside():
-                self._loader._ask_data_again(at_end=True)
+                if not self._is_beside():
+                    self._loader._ask_data_again(at_end=True)
             self._end()
             if self._cache is not None:
                 with self._beside():
@@ -173,7 +175,8 @@ class Pass:
         plan = self._planner.take(loaded.number)
         if self._gathers != self._planner.is_midway:
             self._gather(not self._gathers)
-        if self._asks_midway and asked >= self._source.fingerprint.next_look:
+        is_due = self._asks_midway and asked >= self._source.fingerprint.next_look
+        if is_due and not self._is_beside():
             with self._beside():
                 self._loader._ask_data_midway()
         batch = self._assembly.assemble(plan, loaded)
@@ -212,7 +215,7 @@ class Pass:
         if indices is None:
             raise StopIteration
         samples, loaded = self._source.samples, None
-        if self._cache is not None:
+        if self._cache is not None and not self._is_beside():
             loaded = samples.load_undrawn(indices)
         if loaded is None:
             loaded = samples.load(self._planner.task_of(indices))
@@ -256,10 +259,19 @@ class Pass:
         return iter(inner)
 
 
-def _outlook(cache: LoaderApi | None, name: str) -> tuple[Sequence[View], bool]:
-    """Return what can be read at the moment, and whether samples that draw nothing are seeded."""
+def is_beside(cache: LoaderApi | None, name: str, num_workers: int) -> bool:
+    """Whether samples are loaded in this process, in another thread than the training's."""
+    return cache is not None and not num_workers and cache.is_beside(name)
+
+
+def _outlook(
+    cache: LoaderApi | None, name: str, is_beside: Callable[[], bool]
+) -> tuple[Sequence[View], bool | None]:
+    """Return what can be read at the moment, and `Plan.seeds_all`."""
     if cache is None:
         return (), True
+    if is_beside():
+        return (), None
     return ((), False) if cache.is_plain(name) else (cache.readable(name), True)
 
 

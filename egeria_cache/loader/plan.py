@@ -82,6 +82,7 @@ def _draws_at_once(sampler: Any) -> bool:
 
 
 Studied = tuple[tuple[Axis, ...], bool, bool, bool]
+_UNSTUDIED: Studied = (), False, False, False
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +97,8 @@ class Plan:
     entry: PlannedEntry | None
     """Where the hits enter the model; None if every sample is to be loaded."""
 
-    seeds_all: bool = True
-    """See `Task.seeds_all`."""
+    seeds_all: bool | None = True
+    """See `Task.seeds_all`; None if the generators are let be, in a thread beside the training."""
     control: PlannedEntry | None = None
     """It could be served from this, and is computed to know what that costs."""
     axes: tuple[Axis, ...] = ()
@@ -114,7 +115,8 @@ class Plan:
     def whole(self, seed: int | None) -> Task:
         """Return the task of loading every sample."""
         return Task(
-            self.number, self.indices, self.ids, self.draws.tolist(), seed, self.seeds_all,
+            self.number, self.indices, self.ids, self.draws.tolist(),
+            None if self.seeds_all is None else seed, bool(self.seeds_all),
             axes=self.axes, places=self.places, compares=self.compares,
         )  # fmt: skip
 
@@ -161,12 +163,12 @@ class Planner:
         self,
         index_batches: Iterator[Sequence[Any]],
         identify: Callable[[Sequence[Any]], list[SampleId]],
-        outlook: Callable[[], tuple[Sequence[View], bool]],
+        outlook: Callable[[], tuple[Sequence[View], bool | None]],
         prefetcher: Prefetcher,
         *,
         wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
         beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        study: Callable[[], Studied] = lambda: ((), False, False, False),
+        study: Callable[[], Studied] = lambda: _UNSTUDIED,
         draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
         stored_as: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
         seed: int | None,
@@ -179,7 +181,7 @@ class Planner:
             index_batches: What the batch sampler draws.
             identify: Indices -> sample IDs.
             outlook: Returns the generations that can be read at the moment, deepest first, and
-                `Task.seeds_all`.
+                `Plan.seeds_all`.
             prefetcher: Reads the hits of plans that come near.
             wants_control: Whether a batch is to be computed although this would serve it.
             beside: What goes wrong inside of it is none of the loop's errors.
@@ -315,7 +317,7 @@ class Planner:
         self._is_exhausted = indices is None
         return indices
 
-    def _draw(self, views: Sequence[View], seeds_all: bool, count: int = 1) -> bool:
+    def _draw(self, views: Sequence[View], seeds_all: bool | None, count: int = 1) -> bool:
         """Plan so many batches with one look-up; whether there was one.
 
         What other processes have stored by now is found: ranks that share a directory find in one
@@ -337,7 +339,7 @@ class Planner:
                 self._unread.append(plan.entry)
         return True
 
-    def _unknown(self, batches: list[list[Any]], seeds_all: bool, first: int) -> list[Plan]:
+    def _unknown(self, batches: list[list[Any]], seeds_all: bool | None, first: int) -> list[Plan]:
         """Return plans of samples of which no more can be told than what the sampler drew."""
         return [
             Plan(
@@ -348,10 +350,12 @@ class Planner:
         ]  # fmt: skip
 
     def _plans(
-        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool, first: int
+        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
     ) -> list[Plan]:
         ids = self._identify(list(chain.from_iterable(batches)))
-        draws, study, start = self._draws_of(ids), self._study(), 0
+        draws, study, start = self._draws_of(ids), _UNSTUDIED, 0
+        if seeds_all is not None:
+            study = self._study()
         stored = self._stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         plans = []
@@ -364,7 +368,7 @@ class Planner:
             control = entry if entry is not None and self._wants_control(entry) else None
             plans.append(Plan(
                 number, indices, own, drawn, None if control else entry, seeds_all, control,
-                *(((), False, study[2]) if control else study),
+                *((*_UNSTUDIED[:2], study[2]) if control else study),
             ))  # fmt: skip
             start = stop
         return plans

@@ -40,7 +40,7 @@ MAX_ASKED = 2
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
 FREE_S = 0.05
-"""What looking in the middle of passes may take besides: short runs are looked at in each batch."""
+"""What looking may take besides: in short runs all is looked at, and with each batch."""
 
 
 class Look(NamedTuple):
@@ -169,9 +169,13 @@ class Fingerprint:
             what = moved[0] if self._gives_others() else None
         elif not midway:
             what = self._other_samples()
-        now = time.perf_counter()
-        self._next_full = now + (now - started) / MAX_SHARE
+        self._next_full = self._next_after(started)
         return what
+
+    def _next_after(self, started: float) -> float:
+        """Return when all may be read again that was read since then."""
+        now = time.perf_counter()
+        return 0.0 if self._free_s > now - started else now + (now - started) / MAX_SHARE
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -238,8 +242,7 @@ class Fingerprint:
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
-        now = time.perf_counter()
-        self._next_full = now + (now - started) / MAX_SHARE
+        self._next_full = self._next_after(started)
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
         return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"

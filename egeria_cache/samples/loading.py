@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,9 +117,14 @@ class SampleLoader:
         self._num_undrawn = 0
         self.company = Company()
 
-    def out_of_turn(self, kept: Snapshot | None = None) -> AbstractContextManager[Snapshot]:
-        """Load what training does not ask for now: what loading moves is put back, as `kept`."""
-        return unmoved({"data set": self.dataset, "collate_fn": self.collate}, kept)
+    @contextmanager
+    def out_of_turn(self, kept: Snapshot | None = None) -> Iterator[Snapshot]:
+        """Load what training does not ask for now: what loading moves is put back, as `kept`, and
+        the random generators, for the collate function may draw.
+        """
+        roots = {"data set": self.dataset, "collate_fn": self.collate}
+        with preserved() if kept is None else nullcontext(), unmoved(roots, kept) as now:
+            yield now
 
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""

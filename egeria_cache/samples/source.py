@@ -32,7 +32,6 @@ from egeria_cache.pystate import Snapshot
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
-from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import (
     CollateLoaded,
     Loaded,
@@ -223,11 +222,10 @@ class LoaderSource:
         if not all(isinstance(one, Tensor) and is_dense(one) and one.is_cpu for one in leaves):
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
-        with preserved():
-            once, *others = (
-                self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
-                for ahead in range(_TRIED_DRAWS + 1)
-            )
+        once, *others = (
+            self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
+            for ahead in range(_TRIED_DRAWS + 1)
+        )
         moved = {
             path
             for again in others
@@ -325,16 +323,14 @@ class LoaderSource:
 
     def measure(self, task: Task) -> Loaded:
         """Load samples once more, measured along the axes."""
-        with preserved():  # the collate function may draw, which will be found out
-            together = self.study.company is not None
-            return self._answer(task._replace(axes=self.axes, places=together))
+        together = self.study.company is not None
+        return self._answer(task._replace(axes=self.axes, places=together))
 
     def _look_at(self, indices: list[int] | None) -> Look:
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
         task = Task(-1, indices, self.identify(indices), [0] * len(indices), self.seed, looks=True)
-        with preserved():  # the collate function may draw
-            found: Look = self._answer(task).data
+        found: Look = self._answer(task).data
         return found
 
     def why_not_cacheable(self, batch: Batch) -> str | None:
@@ -369,13 +365,12 @@ class LoaderSource:
                     "what it gives in a list"
                 )
         ends = sorted({0, batch.size - 1})
-        with preserved():  # the collate function may draw
-            for rows in [[i] for i in range(batch.size)] if alone else [ends]:
-                differs = self._first_difference(batch, rows)
-                if differs is not None:
-                    return self._why(batch, *differs, alone)
-            if alone and not self._collates_rows(batch):
-                return "the collate_fn does not give one row per sample"
+        for rows in [[i] for i in range(batch.size)] if alone else [ends]:
+            differs = self._first_difference(batch, rows)
+            if differs is not None:
+                return self._why(batch, *differs, alone)
+        if alone and not self._collates_rows(batch):
+            return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
         self.study.forget_samples()
         return None

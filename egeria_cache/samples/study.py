@@ -12,7 +12,6 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Padding, SampleId, flatten, is_dense, row_meta
 from egeria_cache.samples.collation import find_padding, find_places
 from egeria_cache.samples.content import same_values
-from egeria_cache.samples.generators import preserved
 from egeria_cache.samples.loading import Task
 
 Leaves = Mapping[str, Any]
@@ -63,9 +62,8 @@ class Study:
 
     def each_alone(self, task: Task) -> list[dict[str, Any]]:
         """Return the leaves of each sample of a task, collated alone."""
-        with preserved():  # the collate function may draw
-            each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
-            return [flatten(loaded, 1)[1] for loaded in self._load(each)]
+        each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
+        return [flatten(loaded, 1)[1] for loaded in self._load(each)]
 
     def forget_samples(self) -> None:
         """Keep what was found out, and not the samples."""
@@ -94,16 +92,15 @@ class Study:
         self._kinds.add(kind)
         found = None
         with Attempt():
-            with preserved():
-                if len(task.ids) == 1 and self._before is not None:
-                    index, sample_id, draw = self._before
-                    task = task._replace(
-                        indices=[index, *task.indices], ids=[sample_id, *task.ids],
-                        draws=[draw, *task.draws],
-                    )  # fmt: skip
-                    leaves = self.leaves(task, np.ones(2, bool))
-                self._before = task.indices[0], task.ids[0], task.draws[0]  # type: ignore[index]
-                alone = self.each_alone(task)
+            if len(task.ids) == 1 and self._before is not None:
+                index, sample_id, draw = self._before
+                task = task._replace(
+                    indices=[index, *task.indices], ids=[sample_id, *task.ids],
+                    draws=[draw, *task.draws],
+                )  # fmt: skip
+                leaves = self.leaves(task, np.ones(2, bool))
+            self._before = task.indices[0], task.ids[0], task.draws[0]  # type: ignore[index]
+            alone = self.each_alone(task)
             if self.company is not None:
                 alone = [alone[i] for i in find_places(leaves, alone).order]
             self._alone = _samples(task), alone

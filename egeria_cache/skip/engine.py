@@ -258,7 +258,7 @@ class SkipEngine:
         self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
-        self._thread = threading.get_ident()
+        self._trained_by = threading.get_ident()
         """That trains: where the cache was made, and from then on where batches are given."""
         self._num_calls = 0
         """Calls under this boundary that have returned."""
@@ -273,7 +273,7 @@ class SkipEngine:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
-            threading.get_ident() == self._thread or self._is_of_the_loop(args, kwargs)
+            threading.get_ident() == self._trained_by or self._is_of_the_loop(args, kwargs)
         ):
             ours, depth, grad = _OneCall(), calls.depth(), torch.is_grad_enabled()
             started = time.perf_counter()
@@ -309,7 +309,7 @@ class SkipEngine:
             if type(value) is not Tensor:
                 return False
         return (
-            threading.get_ident() == self._thread
+            threading.get_ident() == self._trained_by
             and (self._auto is None or self._auto.is_still())
             and self._declared[0] == self.boundary
             and self._sharded is None
@@ -321,8 +321,8 @@ class SkipEngine:
         may put back the random generators.
         """
         if batch_tensors((args, kwargs)):
-            self._thread = threading.get_ident()
-        return threading.get_ident() == self._thread
+            self._trained_by = threading.get_ident()
+        return threading.get_ident() == self._trained_by
 
     def _instead(self, ours: _OneCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something beside the call has failed: return what the model gave, or gives."""
@@ -701,6 +701,17 @@ class SkipEngine:
             self.host.note("proof", time.perf_counter() - started, 0)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
+
+    def is_beside(self) -> bool:
+        """Whether the calling thread is another one than that which trains, as far as is known."""
+        if threading.get_ident() == self._trained_by:
+            return False
+        return any(thread.ident == self._trained_by for thread in threading.enumerate())
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a call was computed under this boundary."""
+        return self._has_run
 
     # ---- sharded models -----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ that fails in another way.
 
 from __future__ import annotations
 
-from tests.hostile.harness import Finding, NeedlesslyUncached, SilentlyWrong, WithoutAWord
+from tests.hostile.harness import Finding, NeedlesslyUncached, WithoutAWord
 
 LOADERS = "test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same"
 TIME_FIRST = "samples are looked for in the first dimension alone"
@@ -21,9 +21,6 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     f"{LOADERS}[cycled]": (
         WithoutAWord,
         "a batch that is kept is not looked up again, and was loaded before anything was stored",
-    ),
-    f"{LOADERS}[in a thread]": (
-        SilentlyWrong, "a dry run may save the generators while a loader's thread has seeded them",
     ),
     "test_a_batch_written_in_every_epoch_is_what_the_model_sees[a method]": (
         WithoutAWord, "what is done to batches in another way each time is told from the fifth on",

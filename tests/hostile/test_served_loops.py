@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import warnings
 
 import pytest
@@ -131,6 +132,23 @@ def test_seeds_set_anew_every_epoch(run):
         run, model=Tokens(), boundary="block", data=sentences(), shuffle=True, epochs=4,
         each_epoch=lambda model, epoch: torch.manual_seed(epoch % 2),
     )  # fmt: skip
+
+
+@hostile(silent=True)
+def test_a_training_in_a_thread_is_served(run):
+    """The cache is made in another one."""
+    model, loader, errors = run.freeze(dropping()), run.loader(rows(), shuffle=True), []
+
+    def work():
+        try:
+            run.fit(model, loader, 4)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
 
 
 # ---- steps ------------------------------------------------------------------------------------

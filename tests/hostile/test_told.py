@@ -38,6 +38,21 @@ def test_a_data_set_that_differs_every_time_is_told(run):
     trained(run, lambda m, b: 0.0 * cross_entropy(m, b), data=restless)
 
 
+@pytest.mark.parametrize("given", [int, float, str])
+@hostile(told="has another value each time")
+def test_an_epoch_that_is_given_to_the_front_is_told(run, given):
+    epoch = [0]
+
+    def begin(model, number):
+        epoch[0] = number
+        if number == 2:
+            run.turn()
+
+    model = net(forward=lambda m, x, epoch: m.back(m.front(x * (1 + float(epoch)))))
+    loss = lambda m, b: F.cross_entropy(m(b[0], given(epoch[0])), b[1])  # noqa: E731
+    trained(run, loss, model=model, epochs=4, each_epoch=begin)
+
+
 def mixing(model, x):
     h = model.early(x)
     return model.middle(h - h.mean(0))
