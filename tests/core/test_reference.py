@@ -68,6 +68,31 @@ def test_modules_that_feed_each_other_are_wired_and_glue_cuts_the_chain() -> Non
     assert [call.module for call in probe.calls] == ["layer1.0", "layer1.1"]
 
 
+def test_a_cache_of_keys_and_values_is_not_replayed() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, past_key_values: list[Tensor] | None = None) -> Tensor:
+            if past_key_values is not None:
+                past_key_values.append(x)
+            out: Tensor = self.linear(x)
+            return out
+
+    block = Block()
+    tap = LayerTap(nn.Sequential(block), [["0"]])
+    tap.arm(0, 4)
+    cache: list[Tensor] = []
+    block(torch.randn(4, 4), past_key_values=cache)
+    probe = tap.take()
+    assert probe is not None
+    assert probe.calls[0].kwargs == {"past_key_values": None}
+    run_layer(copy_modules([block]), probe)
+    assert len(cache) == 1
+    tap.close()
+
+
 def name_of(chain: ReferenceChain) -> str:
     return "none" if chain.reference is None else chain.reference.name
 

@@ -411,6 +411,20 @@ def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store,
     assert "READERS_FULL" in warning
 
 
+def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with ActivationStore(tmp_path / "cache") as store:
+        for _ in range(2):
+            assert not store.put_batch([1], torch.ones(1, 10))
+            assert not store.get_batch([1])[1].any()
+        assert store.stats().dropped_writes == 2
+    (warning,) = warnings_of(caplog)
+    assert "can't start new thread" in warning
+
+
 def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
     keep(store, [1], rows([1]))
 
