@@ -42,6 +42,8 @@ _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
 _READS = ("__getattr__", "__getitem__")
 """What an object that has them runs when it is read, under whatever name."""
+_MAKES = "__new__", "__init__"
+"""What is run when a class is called."""
 _PLAIN = (
     bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor, functools.partial,
     FunctionType, MethodType, functools._lru_cache_wrapper,
@@ -208,7 +210,8 @@ def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
     has, unless it is installed.
     """
     kind = value if isinstance(value, type) else type(value)
-    asked = () if is_installed(kind) else sorted({*names, *_READS, "__call__"})
+    runs = _MAKES if isinstance(value, type) else (*_READS, "__call__")
+    asked = () if is_installed(kind) else sorted({*names, *runs})
     return [name for name in asked if in_class(kind, name) is not None]
 
 

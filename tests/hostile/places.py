@@ -34,6 +34,17 @@ class Slotted:
     scale: float
 
 
+class Single:
+    """There is one of it."""
+
+    only = None
+
+    def __new__(cls):
+        if cls.only is None:
+            cls.only = super().__new__(cls)
+        return cls.only
+
+
 class Local(threading.local):
     scale = 1.0
 
@@ -189,6 +200,9 @@ ELSEWHERE = {
         lambda at, k: TABLE.update(scale=k),
     ),
     "an object in a global": (shared(OBJECT, set_scale), lambda at: OBJECT.scale, set_scale),
+    "the only object of a class": (
+        lambda k: shared(Single(), set_scale)(k), lambda at: Single().scale, set_scale,
+    ),
     "a module": (shared(MODULE, set_scale), lambda at: MODULE.scale, set_scale),
     "a function": (
         shared(scaled, lambda at, k: setattr(at, "by", k)), lambda at: scaled(),

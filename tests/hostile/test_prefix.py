@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from tests.hostile.harness import AT_RUN_TIME, hostile
+from tests.hostile.harness import hostile
 from tests.hostile.loops import changed, trained
 from tests.hostile.nets import Net, Normed, Residual, Tokens, layered, net, rows, sentences
 
@@ -295,7 +295,7 @@ def test_an_adapter_wraps_the_whole_model_in_mid_run(run):
     run.fit(Wrapped(model), loader, 2)
 
 
-@hostile(limit=AT_RUN_TIME)
+@hostile
 def test_a_trained_module_hidden_in_the_front_trains(run):
     hidden = nn.Linear(8, 8)
     model = layered(lambda layer, h: layer.extras[0](h))

@@ -292,6 +292,7 @@ BEHIND = {
     "a number": (lambda m: m.head.scale, lambda m: setattr(m.head, "scale", 2.0)),
     "a table": (lambda m: m.late.table["scale"], lambda m: m.late.table.update(scale=2.0)),
     "a mode": (lambda m: 1 + m.late.training, lambda m: m.late.eval()),
+    "a layer in a list": (lambda m: m.kept[0].weight, lambda m: m.kept[0].weight.mul_(2)),
     "a name": (lambda m: 1 + hasattr(m, "b"), lambda m: setattr(m, "b", m.__dict__.pop("a"))),
 }
 
@@ -300,6 +301,7 @@ BEHIND = {
 def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
     model = net(front=lambda m, x: Net.front(m, x * read(m)), a=None)
     model.head.scale, model.late.table = 1.0, {"scale": 1.0}
+    model.kept = [nn.Linear(1, 1).requires_grad_(False)]
     trained(run, model=model, epochs=5, each_step=lambda m, s: change(m) if s == 7 else None)
 
 

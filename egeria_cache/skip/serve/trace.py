@@ -166,7 +166,7 @@ class _Memory(TorchFunctionMode):
 
 
 def known_tensors(model: nn.Module) -> list[Named]:
-    """Return parameters, buffers, and tensors kept as plain attributes."""
+    """Return parameters, buffers, and tensors kept as plain attributes, or by modules there."""
     found: dict[int, Named] = {}
     for name, module in model.named_modules():
         dot = f"{name}." if name else ""
@@ -176,9 +176,17 @@ def known_tensors(model: nn.Module) -> list[Named]:
                     found.setdefault(id(tensor), (dot + key, module, tensor))
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _tensors(value):
+                for tensor in _tensors_held(value):
                     found.setdefault(id(tensor), (dot + key, module, tensor))
     return list(found.values())
+
+
+def _tensors_held(value: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, nn.Module):  # in a list, say, where it is no child
+            yield from (*leaf.parameters(), *leaf.buffers())
 
 
 def _tensors(tree: Any) -> list[Tensor]:
