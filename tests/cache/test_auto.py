@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.samples import Clock
 from tests.helpers.steps import take_step
 
 
@@ -117,19 +116,6 @@ def test_a_resumed_run_finds_what_was_stored_from_its_first_epoch_on(directory):
         assert cache.stats().hits == 24  # all but the first batch, which finds the boundary
 
 
-def test_epochs_that_pass_unfrozen_keep_their_versions_when_resumed(directory):
-    model = Blocks()
-    freeze(model)
-    with ActivationCache(model, directory, "auto", gate="always") as cache:
-        loader = EgeriaLoader(data(), batch_size=8, cache=cache)
-        train(model, loader, 2)
-        resumed = EgeriaLoader(data(), batch_size=8, cache=cache)
-        resumed.load_state_dict(loader.state_dict())
-        cache.set_boundary("auto")
-        next(iter(resumed))
-        assert resumed._progress.clock == Clock(2, since=2)
-
-
 def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
     def each_epoch(model, epoch):
         frozen = {0: 1, 2: 3, 4: 2, 6: 0, 8: 4}.get(epoch)
@@ -140,31 +126,6 @@ def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
     assert boundaries[2::2] == ["blocks.0", "blocks.2", "blocks.1", None, "blocks.3"]
     assert ours == pytest.approx(expected, abs=1e-5)
     assert stats.hits > 96
-
-
-def test_who_thaws_and_freezes_in_turns_is_right_and_does_not_search_at_every_step(directory):
-    model, steps = Blocks(), []
-    freeze(model, "stem", "blocks.0", "blocks.1")
-
-    def run(model, loader):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for epoch in range(3):
-            for number, (x, y) in enumerate(loader):
-                model.blocks[1].requires_grad_((epoch + number) % 2 == 0)
-                loss = take_step(F.cross_entropy(model(x), y), optimizer)
-                losses.append(loss.item())
-        return losses
-
-    plain = copy.deepcopy(model)
-    expected = run(plain, EgeriaLoader(data(), batch_size=8))
-    with ActivationCache(model, directory, "auto", gate="always") as cache:
-        place = cache._moves._found
-        cache._engine._auto.found = lambda name, why: (steps.append(name), place(name, why))
-        assert run(model, EgeriaLoader(data(), batch_size=8, cache=cache)) == pytest.approx(
-            expected, abs=1e-5
-        )
-    assert 1 <= len(steps) < 6
 
 
 def test_nothing_frozen_is_no_error_and_the_reason_is_given(directory):

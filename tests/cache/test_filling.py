@@ -1,9 +1,6 @@
 """`cache.fill(loader)`: everything is stored before training, which then has hits only."""
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -61,23 +58,6 @@ class Noisy(Dataset):
     def __getitem__(self, index):
         x, y = data()[index]
         return x + torch.randn(6), y
-
-
-def test_every_draw_that_is_kept_for_ever_is_stored(directory):
-    plain = frozen_blocks()
-    with ActivationCache(plain, directory.with_name("never"), "blocks.1", gate="never") as cache:
-        loader = EgeriaLoader(
-            Noisy(), batch_size=8, cache=cache, reuse=None, augmentation_variants=3
-        )
-        expected = train(plain, loader, 6)
-    model = frozen_blocks()
-    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(
-            Noisy(), batch_size=8, cache=cache, reuse=None, augmentation_variants=3
-        )
-        assert cache.fill(loader, progress=False).num_stored == 48
-        assert train(model, loader, 6) == pytest.approx(expected, abs=1e-6)
-        assert (cache.stats().hits, cache.stats().misses) == (96, 0)
 
 
 def test_draws_that_are_replaced_are_stored_for_the_next_epoch(directory):
@@ -173,28 +153,6 @@ def test_a_cache_that_stores_nothing_cannot_be_filled(directory):
             cache.fill(loader)
 
 
-class Pair(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.front, self.last = torch.nn.Linear(12, 5).requires_grad_(False), torch.nn.Linear(5, 3)
-
-    def forward(self, x, y, mask=None):
-        return self.last(self.front(torch.cat([x, y], 1)))
-
-
-def test_a_forward_gets_as_many_parts_of_a_batch_as_it_requires(directory):
-    model, (x, labels) = Pair(), data().tensors
-    with ActivationCache(model, directory, "front", gate="always") as cache:
-        loader = EgeriaLoader(TensorDataset(x, x + 1, labels), batch_size=8, cache=cache)
-        assert cache.fill(loader, progress=False).num_stored == 32
-        for first, second, _ in loader:
-            model(first, second)
-        assert cache.stats().hits == 32
-        with pytest.raises(EgeriaError, match=r"requires 2 arguments, a batch has 1; give fill"):
-            cache.fill(EgeriaLoader(TensorDataset(x), cache=cache), progress=False)
-
-
 def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
     class Random(Dataset):
         def __len__(self):
@@ -209,24 +167,3 @@ def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
         report = cache.fill(EgeriaLoader(Random(), batch_size=8, cache=cache), progress=False)
         assert report.num_stored == 0
         assert "not the same when it is loaded again" in report.why_not
-
-
-@pytest.mark.long
-def test_the_first_fill_of_a_process_draws_nothing(directory):
-    """What is imported only then may draw while it is imported."""
-    script = f"""
-        import random, sys
-        import numpy as np
-        import torch
-        from egeria_cache import ActivationCache, EgeriaLoader
-        from tests.cache.test_filling import data, frozen_blocks
-
-        model = frozen_blocks()
-        with ActivationCache(model, {str(directory)!r}, "blocks.1") as cache:
-            loader = EgeriaLoader(data(), batch_size=8, shuffle=True, cache=cache)
-            before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-            cache.fill(loader)
-            after = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-            assert before == after
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)

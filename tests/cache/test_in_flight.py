@@ -1,10 +1,7 @@
 """Loaders in every state of use: nothing leaks, nothing hangs, every batch is right."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
@@ -18,26 +15,6 @@ pytestmark = pytest.mark.usefixtures("way_of_rows")
 @pytest.fixture
 def frozen():
     return frozen_net()
-
-
-def test_a_mode_of_the_loop_is_none_of_what_is_read(tmp_path, frozen):
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
-        fill(frozen, cache, loader)
-        activations_of(frozen, loader)
-        plain = activations_of(frozen, loader)
-        batches, found = iter(loader), []
-        handle = frozen.layer2.register_forward_pre_hook(
-            lambda module, args: found.append(args[0].detach().clone())
-        )
-        for number in range(len(loader)):
-            is_fake = number in (1, 2)  # with the first and the fourth samples are loaded again
-            with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else nullcontext():
-                images, _ = next(batches)
-            frozen(images)
-        handle.remove()
-        assert torch.equal(torch.cat(found), plain)
-        assert cache.stats().hits == 3 * len(loader.dataset)
 
 
 def fill(model, cache, loader):
@@ -58,25 +35,6 @@ class Exposed(torch.nn.Module):
     def forward(self, x):
         features = self.front(x)
         return features, self.head(features)
-
-
-def test_what_the_loop_writes_into_a_features_output_does_not_reach_the_next_forward(tmp_path):
-    torch.manual_seed(0)
-    model, data = Exposed().train(), torch.randn(8, 6)
-    model.front.requires_grad_(False)
-    with ActivationCache(model, tmp_path, "front", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(torch.utils.data.TensorDataset(data), 4, cache=cache, reuse=None)
-        for _ in range(3):
-            for number, (x,) in enumerate(loader):
-                plain = torch.nn.functional.linear(
-                    data[4 * number : 4 * number + 4], model.front.weight, model.front.bias
-                )
-                kept = [model(x)[0] for _ in range(2)]
-                kept[0].zero_()
-                torch.testing.assert_close(kept[1], plain)
-                torch.testing.assert_close(model(x)[0], plain)
-            cache.flush()
-        assert cache.stats().hits == 16
 
 
 def test_what_is_written_to_a_batch_is_written_to_none_that_was_read_with_it(tmp_path):
@@ -100,18 +58,6 @@ def test_what_is_written_to_a_batch_is_written_to_none_that_was_read_with_it(tmp
         assert cache.stats().hits == 16
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
-
-
-def activations_of(model, loader):
-    """What the boundary returns for each target of a pass, in order."""
-    seen = []
-    handle = model.layer2.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].detach().clone())
-    )
-    for images, _ in loader:
-        model(images)
-    handle.remove()
-    return torch.cat(seen)
 
 
 def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):

@@ -205,27 +205,6 @@ def test_rows_are_those_of_the_blocks_and_are_computed_once(directory: Path, num
     front.close()
 
 
-def test_without_a_directory_it_only_computes() -> None:
-    blocks = make_blocks(2)
-    front = FrozenFront(blocks)
-    freeze(front, blocks, 2)
-    rows = torch.randn(3, 6)
-    assert torch.equal(front.plain(front(rows)), blocks[1](blocks[0](rows)))
-    assert not front.plain(front(rows)).requires_grad
-
-
-def test_several_tensors_go_from_block_to_block() -> None:
-    class Two(nn.Module):
-        def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-            return left + 1, right * 2
-
-    front = FrozenFront([Two(), Two(), Two()])
-    front.freeze(2)
-    left, right = front(torch.zeros(2), torch.ones(2))
-    assert left.tolist() == [2, 2]
-    assert right.tolist() == [4, 4]
-
-
 def test_what_cannot_be_a_front_is_refused_by_name() -> None:
     blocks = make_blocks(2)
     front = FrozenFront(blocks)

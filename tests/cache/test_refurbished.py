@@ -1,6 +1,5 @@
 """Random samples under a boundary: used some times, drawn anew in turns, and never silently."""
 
-import json
 import logging
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
-from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
@@ -137,16 +135,6 @@ def test_a_later_run_goes_on_with_the_draws_that_are_stored(tmp_path):
     assert other[0][0] == pytest.approx(first[0][0]), "another schedule begins with its first draws"
 
 
-def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
-    run(tmp_path, gate="always", epochs=3, reuse=4)
-    (generation,) = tmp_path.glob("gen-*")
-    assert main([str(tmp_path), "show", generation.name]) == 0
-    assert "used for 4 epochs each; 3 epochs were passed" in capsys.readouterr().out
-    assert main([str(tmp_path), "show", generation.name, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
-
-
 @pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
 def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse, kept):
     settings = {"gate": "always", "reuse": reuse, "augmentation_variants": kept}
@@ -183,19 +171,6 @@ def test_what_is_done_with_random_samples_is_said_once(tmp_path, caplog, setting
     assert all(word in line.getMessage() for word in words), line
     was_chosen = settings.get("reuse", 4) != 1 and bool(settings)
     assert line.levelno == (logging.INFO if was_chosen else logging.WARNING)
-
-
-def test_samples_that_draw_nothing_are_served_as_ever_and_nothing_is_said(tmp_path, caplog):
-    class Still(Images):
-        def __init__(self):
-            super().__init__(noise=0)
-
-    with cached(tmp_path, audit_rate=0) as (model, cache):
-        loader = EgeriaLoader(Still(), 8, shuffle=True, cache=cache, augmentation_variants=3)
-        train_steps(model, loader, sgd(model), 4, lambda step: cache.flush())
-        assert (cache.stats().hits, cache.stats().misses) == (3 * 48, 48)
-        assert not list(tmp_path.glob("note-*"))
-    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):

@@ -26,7 +26,6 @@ from egeria_cache.events import BoundaryMoved
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.gloo import run_ranks
 from tests.helpers.sharded import Block, Blocks, CountBytes, dataset, freeze, shard, train
-from tests.helpers.stored import stored_bytes
 
 SCHEDULE = {4: "blocks.0", 9: "blocks.1", 18: None, 20: "blocks.1"}
 EPOCHS = 8
@@ -381,19 +380,6 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(
     found = torch.tensor([rank["resumed"]["losses"] for rank in ranks]).mean(0)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     assert all(rank["resumed"]["hits"] > 0 for rank in ranks)
-
-
-def test_one_process_shares_what_a_sharded_run_has_stored(
-    ranks: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    directory = next(tmp_path_factory.getbasetemp().glob("sharded0")) / "bytes_of_hits"
-    stored = stored_bytes(directory)
-    model = Blocks()
-    freeze(model, 2)
-    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        loader, _ = samples(directory, 0, 1, cache)
-        train(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-    assert stored_bytes(directory) == stored > 0
 
 
 # Every way to call `fully_shard`, with a cache: the same losses as one process, and hits.

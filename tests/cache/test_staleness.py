@@ -1,6 +1,5 @@
 """Ways in which something stale or foreign could be served; each is caught."""
 
-import copy
 import fcntl
 import math
 import multiprocessing
@@ -9,50 +8,20 @@ import os
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.batch.tensor import unwrap
 from egeria_cache.cache import engine_callbacks
 from egeria_cache.store.disk.budget import Budget
 from tests.cache.test_auto import data
 from tests.cache.test_filling import frozen_blocks
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
-from tests.helpers.runs import assert_same, cached, run
+from tests.helpers.runs import assert_same, run
 
 
 @pytest.fixture
 def frozen():
     model = frozen_net()
     return model.eval()
-
-
-@torch.no_grad()
-def assert_right(model, loader, images, targets):
-    """Every batch of a pass gives what the raw samples give; labels name the samples."""
-    plain = copy.deepcopy(model)
-    for batch, labels in loader:
-        outputs = model(batch)
-        labels = unwrap(labels)
-        expected = plain(images[labels])
-        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
-        assert set(labels.tolist()) <= set(targets)
-
-
-def numbered(offset, n=32):
-    generator = torch.Generator().manual_seed(offset)
-    return TensorDataset(torch.randn(n, 1, 10, 10, generator=generator), torch.arange(n))
-
-
-def test_two_loaders_of_one_name_do_not_share_samples(tmp_path, frozen):
-    one, other = numbered(1), numbered(2)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loaders = [EgeriaLoader(data, 8, shuffle=True, cache=cache) for data in (one, other)]
-        for _ in range(3):
-            for loader, data in zip(loaders, (one, other), strict=True):
-                assert_right(frozen, loader, data.tensors[0], range(32))
-            cache.flush()
-        assert cache.stats().hits >= 2 * 2 * 32 - 32
 
 
 class Trusted(Images):
@@ -87,23 +56,6 @@ def test_a_reopened_generation_is_compared_with_the_first_batch(tmp_path, frozen
     assert "is not what an earlier run stored" in caplog.text
 
 
-def test_passes_that_share_persistent_workers_give_each_sample_its_own_rows(tmp_path, frozen):
-    data = numbered(1)
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(
-            data, 4, shuffle=True, cache=cache, num_workers=1, persistent_workers=True
-        )
-        for _ in range(2):
-            for left, right in zip(loader, loader, strict=False):
-                assert_right(frozen, [left, right], data.tensors[0], range(32))
-            assert_right(frozen, loader, data.tensors[0], range(32))
-            cache.flush()
-        first = iter(loader)
-        next(first)
-        next(iter(loader))  # a peek: DataLoader's shared iterator starts again
-        assert len(list(first)) == 7
-
-
 def test_a_worker_forked_during_a_commit_does_not_keep_the_lock(tmp_path):
     budget = Budget.__new__(Budget)
     budget.directory = tmp_path
@@ -117,25 +69,6 @@ def test_a_worker_forked_during_a_commit_does_not_keep_the_lock(tmp_path):
     os.close(descriptor)
     done.set()
     child.join(30)
-
-
-def needs_two(samples):
-    assert len(samples) > 1, "a batch of one makes no sense here"
-    return torch.utils.data.default_collate(samples)
-
-
-def test_errors_of_the_users_own_code_leave_the_loader_uncached(tmp_path, frozen, caplog):
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
-        loader = EgeriaLoader(numbered(1), 8, cache=cache, collate_fn=needs_two)
-        for _ in range(2):
-            assert_right(frozen, loader, numbered(1).tensors[0], range(32))
-        assert cache.stats().hits == 0
-    assert "a batch of one makes no sense here" in caplog.text
-
-
-def test_file_times_serve_as_versions(frozen):
-    loader = EgeriaLoader(numbered(1), seed=0, sample_version=lambda index: 1700000000.25)
-    assert loader.source.identify([3]) == [(3, "1700000000.25")]
 
 
 # Audits: hits are recomputed from the raw sample, and a stale one is found and never served.
@@ -193,17 +126,6 @@ def test_an_edited_sample_is_found_and_training_goes_on_with_the_new_one(tmp_pat
     assert "sample_version" in caplog.text
 
 
-def test_the_default_rate_audits_one_hit_in_a_thousand(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        engine_callbacks, "MAX_COST", 0.0
-    )  # the floor would add some while they take little
-    with cached(tmp_path) as (model, cache):
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        train_steps(model, loader, sgd(model), 60, on_step=lambda _: cache.flush())
-        assert 0 < cache.stats().audited < 15
-        assert cache.stats().audit_failures == 0
-
-
 # Loaders of one name over the same data share what is stored, as soon as it is stored.
 
 
@@ -228,25 +150,3 @@ def test_every_evaluation_but_the_first_is_served_whole(directory):
         for _ in range(3):
             assert evaluate(model, cache) == pytest.approx(first, abs=1e-6)
         assert cache.stats().hits - before == 3 * 32
-
-
-def test_other_data_other_seeds_and_corrected_labels_are_not_shared(directory):
-    model = frozen_blocks()
-    x, y = data().tensors
-    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        evaluate(model, cache)
-        cache.flush()
-        for dataset, options in (
-            (TensorDataset(x + 1, y), {}),
-            (TensorDataset(x, (y + 1) % 3), {}),
-            (None, {"seed": 5}),
-        ):
-            before = cache.stats().hits
-            plain = frozen_blocks().eval()
-            with torch.no_grad():
-                expected = [
-                    F.cross_entropy(plain(a), b).item()
-                    for a, b in torch.utils.data.DataLoader(dataset or data(), 8)
-                ]
-            assert evaluate(model, cache, dataset, **options) == pytest.approx(expected, abs=1e-6)
-            assert cache.stats().hits == before

@@ -113,20 +113,6 @@ def test_what_the_front_may_read_is_drawn_in_turns(tmp_path, caplog, drawn, mixe
     assert stats.hits > SIZE
 
 
-def test_where_few_samples_draw_what_is_computed_trains_on_the_same(tmp_path):
-    """Every twelfth is replaced by another one, as is done with files that cannot be read."""
-
-    class Replaced(Noisy):
-        def __getitem__(self, index):
-            return super().__getitem__(random.randrange(SIZE) if index % 12 == 9 else index)
-
-    losses = {}
-    for gate in ("never", "always"):
-        losses[gate], stats, _ = train(Replaced("nothing"), tmp_path / gate, gate=gate)
-        assert (stats.hits > 0) == (gate == "always")
-    torch.testing.assert_close(losses["never"], losses["always"], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_draw_that_changes_the_front_after_all_is_served_no_stale_row(tmp_path, caplog, workers):
     """One image in fifty is flipped: the few samples that are tried at first do not show it."""

@@ -1,7 +1,5 @@
 """What a loop does to its batches reaches the model; what can be followed is served."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -31,11 +29,7 @@ WRITTEN = WRITES | {
     "an index": lambda x, f: x[:, :3].fill_(f),
     "rows": by_row,
     "a chunk": lambda x, f: x.chunk(2)[0].mul_(f),
-    "a column": lambda x, f: x.unbind(1)[0].fill_(f),
-    "out": lambda x, f: torch.mul(x, f, out=x),
-    "a mask": lambda x, f: x.masked_fill_(x > 0, f),
     "relu": by_relu,
-    "another row": lambda x, f: x[0].copy_(x[1]),
     "swapped": lambda x, f: torch.utils.swap_tensors(x, torch.full_like(x, 0.1 * f)),
     "transposed": lambda x, f: x.transpose_(0, 1),  # six samples of six numbers
 }
@@ -75,8 +69,8 @@ def alias_between_two_calls(m, x, y, n):
     return first + ce(m, x, y)
 
 
-def labels_written(m, x, y, n, through=lambda y: y):
-    target = through(y)
+def labels_written_through_numpy(m, x, y, n):
+    target = y.numpy()
     if n >= 3:
         target += 1
         target %= 3
@@ -89,9 +83,9 @@ def labels_written_late(m, x, y, n):
     return F.cross_entropy(out, y)
 
 
-def written_behind_the_call(m, x, y, n, write):
+def written_behind_the_call(m, x, y, n):
     value = ce(m, x, y)
-    write(x, y)
+    x.zero_()
     return value
 
 
@@ -105,38 +99,10 @@ def shaped(change):
     return loss
 
 
-def labels_shaped(m, x, y, n):
-    y.unsqueeze_(1)
-    return ce(m, x, y.squeeze(1)) * y.dim()
-
-
-def hard_ones_again(m, x, y, n):
-    each = F.cross_entropy(m(x), y, reduction="none")
-    hard = each.topk(4).indices
-    return each.mean() + ce(m, x[hard], y[hard])
-
-
-def sorted_by_label(m, x, y, n):
-    order = y.argsort(stable=True)
-    return ce(m, x[order], y[order]) + y[order][0]
-
-
-def in_chunks_reversed(m, x, y, n):
-    return sum(ce(m, x[i : i + 3], y[i : i + 3]) for i in reversed(range(0, len(x), 3)))
-
-
 def fgsm(m, x, y, n):
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(ce(m, x, y), x)
     return ce(m, (x + 0.1 * gradient.sign()).detach(), y)
-
-
-def fgsm_in_one_epoch(m, x, y, n):
-    if n // 3 != 2:
-        return ce(m, x, y)
-    x.requires_grad_()
-    ce(m, x, y).backward()
-    return ce(m, x.detach() + 0.1 * x.grad.sign(), y)
 
 
 def gradient_penalty(m, x, y, n):
@@ -146,9 +112,9 @@ def gradient_penalty(m, x, y, n):
     return F.cross_entropy(out, y) + gradient.square().mean()
 
 
-def permuted(x, y, take=lambda t, order: t[order]):
+def permuted(x, y):
     order = torch.randperm(len(x))
-    return take(x, order), take(y, order)
+    return x[order], y[order]
 
 
 BUFFER = torch.empty(8, 6)
@@ -156,21 +122,11 @@ PERMUTATIONS = [torch.arange(6), torch.arange(6).flip(0), torch.arange(6).roll(2
 
 LOOPS = {
     "an alias written between two calls": alias_between_two_calls,
-    "labels written": labels_written,
-    "labels written through numpy": functools.partial(labels_written, through=lambda y: y.numpy()),
+    "labels written through numpy": labels_written_through_numpy,
     "labels written behind the call": labels_written_late,
-    "and through numpy": functools.partial(
-        written_behind_the_call, write=lambda x, y: y.numpy().fill(0)
-    ),
-    "inputs written behind the call": functools.partial(
-        written_behind_the_call, write=lambda x, y: x.zero_()
-    ),
+    "inputs written behind the call": written_behind_the_call,
     "unsqueezed": shaped(lambda x: x.unsqueeze_(1)),
-    "transposed": shaped(lambda x: x.transpose_(0, 1)),
-    "squeezed": shaped(lambda x: x.squeeze_()),
     "resized": shaped(lambda x: x.resize_(len(x), 6)),
-    "labels unsqueezed": labels_shaped,
-    "noise": lambda m, x, y, n: ce(m, x + 0.5 * torch.randn_like(x), y),
     "noise in place": lambda m, x, y, n: ce(m, x.add_(0.5 * torch.randn(x.shape)), y),
     "mixup": lambda m, x, y, n: ce(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
     "dropout": lambda m, x, y, n: ce(m, F.dropout(x, 0.2), y),
@@ -178,32 +134,22 @@ LOOPS = {
     "shuffled by numpy": lambda m, x, y, n: ce(
         m, torch.from_numpy(np.random.permutation(x.numpy())), y
     ),
-    "sent through numpy": lambda m, x, y, n: ce(m, torch.from_numpy(x.numpy().copy()), y),
     "index_copy": lambda m, x, y, n: ce(m, x.index_copy(0, torch.tensor([0]), x[1:2]), y),
     "a drawn temperature": lambda m, x, y, n: ce(m, x * float(1 + torch.rand(())), y),
-    "on a clone": lambda m, x, y, n: ce(m, x.clone().sub_(MEAN).div_(STD), y),
     "in place": lambda m, x, y, n: ce(m, x.sub_(MEAN).div_(STD), y),
-    "flipped features": lambda m, x, y, n: ce(m, x.flip(1), y),
     "permuted features": lambda m, x, y, n: ce(m, x[:, PERMUTATIONS[n // 3 % 3]], y),
-    "F.normalize": lambda m, x, y, n: ce(m, F.normalize(x), y),
     "an out argument": lambda m, x, y, n: ce(m, torch.mul(x, 1 + n // 3, out=BUFFER), y),
     "a static buffer": lambda m, x, y, n: ce(m, BUFFER.copy_(x), y),
     "filled by a schedule": lambda m, x, y, n: ce(m, x.masked_fill(x > 1 - 0.05 * n, 0), y),
     "rows of a mask": lambda m, x, y, n: ce(m, x[y != 1], y[y != 1]),
-    "rows sorted": sorted_by_label,
-    "hard rows again": hard_ones_again,
-    "chunks in reverse": in_chunks_reversed,
     "strided": lambda m, x, y, n: ce(m, x[::2], y[::2]) + ce(m, x[-3:], y[-3:]),
     "repeated": lambda m, x, y, n: ce(m, x.repeat_interleave(2, 0), y.repeat_interleave(2)),
-    "one by one": lambda m, x, y, n: sum(ce(m, x[i][None], y[i][None]) for i in range(len(x))),
     "unbound and stacked": lambda m, x, y, n: ce(
         m, torch.stack(list(x.unbind(0))[::-1]), y.flip(0)
     ),
     "gradients by the input": fgsm,
-    "gradients by the input in one epoch": fgsm_in_one_epoch,
     "a gradient penalty": gradient_penalty,
     "inputs that ask for gradients": lambda m, x, y, n: ce(m, x.requires_grad_(), y),
-    "a step of the loop's own randomness": lambda m, x, y, n: ce(m, x, y) * (1 + torch.rand(())),
     "a plain batch in between": lambda m, x, y, n: (
         ce(m, x, y) - 0.1 * m(torch.full((8, 6), n / 9)).mean()
     ),
@@ -227,24 +173,16 @@ def constant(n, mean):
     return torch.as_tensor(mean)
 
 
-TENSOR, ARRAY = torch.zeros(6), np.zeros(6, np.float32)
+TENSOR = torch.zeros(6)
 
 SERVED = {
     "normalised": lambda m, x, y, n: ce(m, (x - MEAN) / STD, y),
-    "by numbers": lambda m, x, y, n: ce(m, (x - 0.5) / 2.0, y),
-    "detached": lambda m, x, y, n: ce(m, x.detach(), y),
     "clamped by a schedule": lambda m, x, y, n: ce(m, x.clamp(min=-2.0 if n < 6 else -0.5), y),
     "a constant that is written": lambda m, x, y, n: ce(m, x - constant(n, TENSOR), y),
-    "and through numpy": lambda m, x, y, n: ce(m, x - constant(n, ARRAY), y),
     "permutation": lambda m, x, y, n: ce(m, *permuted(x, y)),
-    "index_select": lambda m, x, y, n: ce(
-        m, *permuted(x, y, lambda t, order: t.index_select(0, order))
-    ),
     "flip": lambda m, x, y, n: ce(m, x.flip(0), y.flip(0)),
-    "roll": lambda m, x, y, n: ce(m, x.roll(1, 0), y.roll(1, 0)),
     "labels in place": lambda m, x, y, n: ce(m, x, y.add_(1).sub_(1)),
     "labels smoothed": lambda m, x, y, n: ce(m, x, F.one_hot(y, 3).float() * 0.9 + 0.1 / 3),
-    "labels by where": lambda m, x, y, n: ce(m, x, torch.where(y > 1, y, 0)),
     "labels reshaped": lambda m, x, y, n: ce(m, x, y[:, None].squeeze(1).long()),
 }
 
@@ -286,8 +224,6 @@ def cropped(x):
 IMAGES = {
     "cutmix": lambda x, n: cut(x),
     "crops": lambda x, n: cropped(x),
-    "another size": lambda x, n: F.interpolate(x, size=(10, 10), mode="bilinear"),
-    "another size for each batch": lambda x, n: F.interpolate(x, size=(8 + n % 5, 8 + n % 5)),
 }
 
 
@@ -318,10 +254,7 @@ def pipelining(x, y):
 SPLITS = {
     "pipelining": pipelining,
     "slices": lambda x, y: [(x[i : i + 3], y[i : i + 3]) for i in range(0, len(x), 3)],
-    "chunk": lambda x, y: zip(x.chunk(2), y.chunk(2), strict=True),
     "split": lambda x, y: zip(x.split(4), y.split(4), strict=True),
-    "tensor_split": lambda x, y: zip(x.tensor_split(3), y.tensor_split(3), strict=True),
-    "narrow": lambda x, y: [(x.narrow(0, i, 4), y.narrow(0, i, 4)) for i in (0, 4)],
     "index": lambda x, y: [(x[[0, 2, 4, 6]], y[[0, 2, 4, 6]]), (x[[1, 3]], y[[1, 3]])],
 }
 
@@ -427,19 +360,3 @@ def test_a_siamese_model_calls_its_front_twice(run):
     model = net(forward=lambda m, a, b: m.back(m.front(a)) - m.back(m.front(b)))
     loss = lambda m, b: F.cross_entropy(m(b[0], b[1]), b[3])  # noqa: E731
     trained(run, loss, data=triples(), model=model, epochs=4)
-
-
-@hostile
-@pytest.mark.parametrize("kind", ["tensor", "list"])
-def test_several_crops_of_a_sample_are_right(run, kind):
-    def get(data, i):
-        crops = [data.x[i], data.x[i].flip(0), data.x[i] * 2]
-        return (torch.stack(crops) if kind == "tensor" else crops), data.y[i]
-
-    def loss(model, batch):
-        x, y = batch
-        if kind == "list":
-            return sum(ce(model, crop, y) for crop in x)
-        return F.cross_entropy(model(x.flatten(0, 1)).unflatten(0, (-1, 3)).mean(1), y)
-
-    trained(run, loss, data=made(get), epochs=4)

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import pickle
-import random
 import types
 import warnings
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import StackDataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import ce, trained
@@ -24,7 +23,6 @@ from tests.hostile.nets import (
     NUM_SAMPLES,
     Net,
     Pairs,
-    Tokens,
     inputs,
     labels,
     made,
@@ -97,17 +95,13 @@ KINDS = {
     "attributed": lambda x, y: Attributed(x=x, y=y),
     "named tuple": Point,
     "namespace": lambda x, y: types.SimpleNamespace(x=x, y=y),
-    "list": lambda x, y: [x, y],
     "nested": lambda x, y: {"inputs": {"x": x}, "targets": (y, [y])},
-    "deeper": lambda x, y: [{"in": [x]}, (y, {"n": 1})],
 }
 
 
 def read(batch):
     if isinstance(batch, dict) and "inputs" in batch:
         return batch["inputs"]["x"], batch["targets"][0]
-    if isinstance(batch, list):
-        return (batch[0]["in"][0], batch[1][0]) if isinstance(batch[0], dict) else batch
     return batch.x, batch.y
 
 
@@ -154,11 +148,9 @@ def put(batch, name, value):
 
 
 CHANGING = {
-    "returned": lambda batch, front, out: put(batch, "out", out),
     "left behind": lambda batch, front, out: put(batch, "out", out) and None,
     "an input replaced": lambda batch, front, out: put(put(batch, "x", out * 2), "out", out),
     "what is skipped": lambda batch, front, out: put(put(batch, "front", front), "out", out),
-    "in another container": lambda batch, front, out: (put(batch, "out", out), {"again": batch}),
     "an inner list": lambda batch, front, out: put(batch, "out", [out, [out]]) and None,
 }
 
@@ -243,18 +235,6 @@ def test_names_lists_and_numbers_of_samples_are_served(run):
 
 
 @hostile(served=True)
-def test_several_targets_are_served(run):
-    data = StackDataset(x=inputs(), y=labels(), z=inputs(seed=5), weight=labels(seed=6) + 1.0)
-
-    def loss(model, batch):
-        out = model(batch["x"])
-        each = F.cross_entropy(out, batch["y"], reduction="none") * batch["weight"]
-        return each.mean() + F.mse_loss(out, batch["z"][:, :3])
-
-    trained(run, loss, data=data)
-
-
-@hostile(served=True)
 def test_input_and_target_of_an_autoencoder_are_one_tensor(run):
     model = net(head=nn.Linear(8, 6))
     trained(run, lambda m, x: F.mse_loss(m(x[0]), x[0]), model=model, data=TensorDataset(inputs()))
@@ -284,50 +264,18 @@ def test_batches_with_time_first_are_served(run, how, boundary):
     trained(run, loss, model=model, data=data, boundary=boundary, collate_fn=collate)
 
 
-def masked(run, where):
-    tokens, y = token_rows().tensors
-    tokens[:, 0] = 1 + tokens[:, 0] % 10
-
-    def forward(model, tokens, mask=None):
-        return Tokens.forward(model, tokens, (tokens == 0) if where == "model" else mask)
-
-    def loss(model, batch):
-        x, y, mask = batch
-        return F.cross_entropy(model(x, x == 0 if where == "loop" else mask), y)
-
-    trained(
-        run, loss, model=net(Tokens, forward=forward), boundary="block",
-        data=TensorDataset(tokens, y),
-        collate_fn=collating(lambda x, y: (x, y, x == 0 if where == "collate" else None)),
-    )  # fmt: skip
-
-
-@hostile(over={"collate": "collate", "model": "model"}, served=True)
-def test_masks_of_padded_sentences_are_served(run, where):
-    masked(run, where)
-
-
-@hostile
-def test_masks_of_padded_sentences_made_by_the_loop_are_served_or_told(run):
-    masked(run, "loop")
-
-
 # ---- collate functions ------------------------------------------------------------------------
 
 
 class Buffered:
     """A collate function that fills the same memory for every batch."""
 
-    def __init__(self, through_numpy=False):
+    def __init__(self):
         self.x, self.y = torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)
-        self.through_numpy = through_numpy
 
     def __call__(self, samples):
         for i, (x, y) in enumerate(samples):
-            if self.through_numpy:
-                self.x.numpy()[i], self.y.numpy()[i] = x.numpy(), y.item()
-            else:
-                self.x[i], self.y[i] = x, y
+            self.x[i], self.y[i] = x, y
         return self.x[: len(samples)], self.y[: len(samples)]
 
 
@@ -346,7 +294,7 @@ class Counting:
     """A collate function that counts its calls; what it gives may depend on that, late."""
 
     def __init__(self, decide):
-        self.calls, self.own, self.decide = 0, random.Random(0), decide
+        self.calls, self.decide = 0, decide
 
     def __call__(self, samples):
         self.calls += 1
@@ -393,36 +341,20 @@ def first_two(m, b):
     return ce(m, b[0], b[1])
 
 
-def mixed_by_size(x, y):
-    lam = 0.25 + len(y) / 40
-    return lam * x + (1 - lam) * x.roll(1, 0), y
-
-
 COLLATES = {
     "a buffer": (Buffered, first_two),
-    "a buffer through numpy": (lambda: Buffered(True), first_two),
     "one dict": (shell, shell_loss),
-    "a count": (lambda: Counting(lambda c: 0), lambda m, b: first_two(m, b) * (1 + len(b))),
     "a count that decides late": (lambda: Counting(lambda c: 0.01 * (c.calls > 4)), first_two),
-    "a draw of its own, late": (
-        lambda: Counting(lambda c: 0.1 * c.own.random() * (c.calls > 6)), first_two,
-    ),
     **{
         kind: (functools.partial(collating, make), loss)
         for kind, make, loss in (
             ("weights by place", weighted, weighted_loss),
             ("an array", lambda x, y: (x, y, np.arange(1.0, 1 + len(y))), array_loss),
-            ("arrays alone", lambda x, y: (x.numpy(), y.numpy()),
-             lambda m, b: ce(m, torch.from_numpy(b[0]), torch.from_numpy(b[1]))),
             ("a list", lambda x, y: (x, y, []), list_loss),
             ("one memory twice", lambda x, y: {"x": x, "same": x, "y": y}, shared_loss),
-            ("a default dict",
-             lambda x, y: collections.defaultdict(lambda: torch.ones(()), x=x, y=y),
-             lambda m, b: ce(m, b["x"], b["y"]) * b["weight"]),
             ("normalised over the batch",
              lambda x, y: ((x - x.mean(0)) / (x.std(0) + 1), y), first_two),
             ("mixup", lambda x, y: (0.5 * x + 0.5 * x.flip(0), y, y.flip(0)), mixed_loss),
-            ("mixup by the size", mixed_by_size, first_two),
         )
     },
 }  # fmt: skip
@@ -460,16 +392,6 @@ class Frozen:
         object.__setattr__(self, "extra", "made")
 
 
-@dataclasses.dataclass
-class Keyed:
-    x: torch.Tensor
-    y: torch.Tensor
-    where: dataclasses.InitVar[int] = 3
-
-    def __post_init__(self, where):
-        self.x = self.x + where
-
-
 class Dropping(Encoding):
     """A mapping that changes what is put into it."""
 
@@ -477,7 +399,7 @@ class Dropping(Encoding):
         super().__setitem__(key, value * 2 if key == "x" else value)
 
 
-STRUCTURES = (Scaled, Doubling, Frozen, Keyed, Attributed, Dropping)
+STRUCTURES = (Scaled, Doubling, Frozen, Attributed, Dropping)
 
 
 @hostile(over={kind.__name__: kind for kind in STRUCTURES})
@@ -621,55 +543,25 @@ class Negate(torch.autograd.Function):
         return -gradient
 
 
-def kept_as_buffer(x):
-    module = nn.Module()
-    module.register_buffer("x", x)
-    return module.state_dict()["x"].sum()
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    scripted = torch.jit.trace(lambda x: x * 2 + 1, torch.zeros(2, 6), check_trace=False)
-
 OPERATIONS = {
-    "tolist": lambda x, y: sum(map(sum, x.tolist())),
     "numpy": lambda x, y: float(x.numpy().sum()),
-    "asarray": lambda x, y: float(np.asarray(x).sum()),
     "item": lambda x, y: y[0].item(),
-    "int": lambda x, y: int(y[1]),
-    "range": lambda x, y: len(range(y[0] + 1)),
     "iteration": lambda x, y: torch.stack([row.sum() for row in x]),
-    "repr": lambda x, y: len(repr(x.detach().clone())) > 0,
-    "equality": lambda x, y: bool((x == x).all()),
     "index": lambda x, y: torch.eye(3)[y],
-    "index into": lambda x, y: torch.zeros(3).index_add(0, y, x[:, 0]),
     "assignment": lambda x, y: torch.zeros(len(x), 6).copy_(x),
-    "part of": lambda x, y: torch.zeros(9, 6).index_put((torch.arange(len(x)),), x),
     "cat": lambda x, y: torch.cat([x, x]),
     "einsum": lambda x, y: torch.einsum("bi,bj->ij", x, x),
     "deepcopy": lambda x, y: copy.deepcopy((x, y))[0].sum(),
     "pickle": lambda x, y: pickle.loads(pickle.dumps(x)).sum(),
     "save": lambda x, y: torch.load(saved(x)).sum(),
-    "collate": lambda x, y: default_collate([x, x]),
-    "new_zeros": lambda x, y: x.new_zeros(2).dtype == x.dtype,
     "as_tensor": lambda x, y: torch.as_tensor(x).sum(),
-    "type": lambda x, y: x.type(),
-    "storage": lambda x, y: len(x.untyped_storage()) > 0,
-    "one_hot": lambda x, y: F.one_hot(y, 3),
     "vmap": lambda x, y: torch.func.vmap(lambda row: row.sum())(x),
     "grad": lambda x, y: torch.func.grad(lambda t: t.square().sum())(x),
     "custom function": lambda x, y: Negate.apply(x),
-    "script": lambda x, y: scripted(x),
-    "out": lambda x, y: torch.add(x, 1.0, out=torch.empty(len(x), 6)),
-    "shape": lambda x, y: torch.tensor(x.shape),
     "dlpack": lambda x, y: torch.from_dlpack(x).sum(),
-    "share": lambda x, y: x.share_memory_().sum(),
     "map": lambda x, y: x.clone().apply_(lambda v: v + 1),
-    "split by label": lambda x, y: next(x[y == c].sum() for c in range(3)),
     "hash": lambda x, y: len({x: 1}),
-    "buffer": lambda x, y: kept_as_buffer(x),
     "pad_sequence": lambda x, y: nn.utils.rnn.pad_sequence(list(x), batch_first=True),
-    "logged": lambda x, y: float(x.abs().max()),
 }
 
 
@@ -693,10 +585,10 @@ def test_a_parameter_can_be_made_of_a_batch(run):
 
 @hostile
 @pytest.mark.parametrize("when", ["before", "behind"])
-@pytest.mark.parametrize("first", range(0, 40, 8))
+@pytest.mark.parametrize("first", range(0, 18, 6))
 def test_a_batch_can_be_looked_at_in_any_way(run, first, when):
     """Looking may give the memory away: what the model sees must still be vouched for."""
-    names = [*OPERATIONS][first : first + 8]
+    names = [*OPERATIONS][first : first + 6]
 
     def look(batch):
         for name in names:

@@ -3,11 +3,9 @@
 import contextvars
 import math
 import os
-import threading
 import types
 import weakref
 from itertools import cycle
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from torch import nn
 from torch.utils.data import (
     ConcatDataset,
     RandomSampler,
-    StackDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -29,7 +26,6 @@ from tests.hostile.nets import (
     Net,
     Pairs,
     Scale,
-    Tokens,
     inputs,
     labels,
     made,
@@ -123,8 +119,6 @@ def cleared(data):
 
 DATA = {
     "a transform comes": (Pairs, lambda d: setattr(d, "transform", Scale(2))),
-    "a transform goes": (scaled, lambda d: setattr(d, "transform", None)),
-    "another transform": (scaled, lambda d: setattr(d, "transform", Scale(2))),
     "a transform's setting": (scaled, lambda d: setattr(d.transform, "factor", 2.0)),
     "a module as a transform": (
         lambda: Pairs(transform=nn.Sequential()), lambda d: d.transform.append(nn.ReLU()),
@@ -136,16 +130,9 @@ DATA = {
     "one label": (Pairs, one_label),
     "some labels through NumPy": (Pairs, lambda d: d.y.numpy().__setitem__(slice(0, 8), 0)),
     "inputs in place": (Pairs, lambda d: d.x.mul_(2)),
-    "inputs replaced": (Pairs, lambda d: setattr(d, "x", d.x * 2)),
-    "one element": (Pairs, lambda d: d.x[9].__setitem__(3, 4.0)),
     "one element by data": (Pairs, lambda d: d.x.data[9].__setitem__(3, 4.0)),
-    "tensors replaced": (
-        rows, lambda d: setattr(d, "tensors", (d.tensors[0] * 2, d.tensors[1])),
-    ),
     "tensors past their version": (rows, lambda d: d.tensors[0].data.mul_(2)),
     "indices replaced": (half, lambda d: setattr(d, "indices", [*range(24, 48)])),
-    "indices reversed": (half, lambda d: d.indices.reverse()),
-    "the data of a subset": (half, lambda d: setattr(d, "dataset", rows(48, seed=9))),
     "transform below": (
         lambda: Subset(Pairs(), [*range(24)]),
         lambda d: setattr(d.dataset, "transform", Scale(2)),
@@ -154,14 +141,6 @@ DATA = {
         lambda: ConcatDataset([Pairs(), scaled()]),
         lambda d: setattr(d.datasets[1].transform, "factor", 2),
     ),
-    "another part": (
-        lambda: ConcatDataset([rows(12), rows(12, 5)]),
-        lambda d: d.datasets.__setitem__(1, rows(12, 7)),
-    ),
-    "parts in another order": (
-        lambda: ConcatDataset([Pairs(12), Pairs(12, Scale(2.0))]), lambda d: d.datasets.reverse(),
-    ),
-    "stacked": (lambda: StackDataset(inputs(), labels()), lambda d: d.datasets[0].mul_(2)),
     "kept and cleared": (keeping, cleared),
     "a strength in a shared dict": (reading_outside, lambda d: d.shared.update(strength=2.0)),
     "class swapped": (Pairs, lambda d: setattr(d, "__class__", Flipped)),
@@ -169,8 +148,6 @@ DATA = {
         lambda: made(Pairs.__getitem__),
         lambda d: setattr(type(d), "__getitem__", Flipped.__getitem__),
     ),
-    "all of it": (Pairs, lambda d: d.__dict__.update(vars(Pairs(transform=Scale(2.0))))),
-    "a column of a table": (tabular, lambda d: d.table.__setitem__("y", (d.table.y + 1) % 3)),
     "a cell of a table": (tabular, lambda d: d.table.iloc.__setitem__((9, 0), 2)),
     "a sparse tensor": (
         lambda: made(
@@ -184,17 +161,6 @@ DATA = {
 @hostile(over=DATA, cases=8)
 def test_a_data_set_that_changes_between_epochs_is_read_again(run, make, change):
     changing(run, make(), lambda loader: change(loader.dataset))
-
-
-@hostile
-def test_a_vocabulary_that_changes_is_another_one(run):
-    texts = [str(10**9 + 7919 * i**3)[-5:] for i in range(24)]
-    words = made(
-        lambda data, i: (torch.tensor([data.vocabulary[c] for c in texts[i]]), data.y[i]),
-        vocabulary={str(i): i for i in range(11)},
-    )
-    change = lambda loader: words.vocabulary.update({"3": 7, "7": 10})  # noqa: E731
-    changing(run, words, change, model=Tokens())
 
 
 def closed_over():
@@ -281,9 +247,6 @@ def test_a_loader_for_other_labels_of_the_same_rows(run):
 STRENGTH = contextvars.ContextVar("strength")
 MIDWAY = {
     "list": (list, relabel),
-    "one of a list": (list, one_label),
-    "another list": (list, lambda data: setattr(data, "y", [(y + 1) % 3 for y in data.y])),
-    "tensor": (list, lambda data: data.x.add_(0.5)),
     "transform": (list, lambda data: setattr(data, "transform", Scale(2.0))),
     "what a function closes over": (list, lambda data: setattr(data.strength, "factor", 2.0)),
     "environment": (list, lambda data: os.environ.update(HOSTILE_STRENGTH="2")),
@@ -332,27 +295,6 @@ def test_data_that_change_in_the_middle_of_a_pass(run, held_in, change, passes):
                 yield batch
 
     run.fit(model, batches(), 1)
-
-
-BEHIND = {
-    "labels": lambda d: setattr(d, "y", (d.y + 1) % 3),
-    "inputs": lambda d: d.x.neg_(),
-    "transform": lambda d: setattr(d.transform, "factor", 2.0),
-}
-
-
-@hostile(over=BEHIND)
-def test_a_data_set_that_changes_behind_the_last_batch_is_read_again(run, change):
-    """From the next epoch on at the latest."""
-    data = scaled()
-
-    def each_step(model, step):
-        if step == 8:  # the last batch of the third epoch has been loaded
-            change(data)
-        if step == 9:
-            run.turn()
-
-    trained(run, data=data, each_step=each_step, epochs=5)
 
 
 # ---- counts of loads --------------------------------------------------------------------------
@@ -410,42 +352,6 @@ def by_sample(kind, to=1.5):
     return made(get, times=dict.fromkeys(range(24), 0))
 
 
-def by_two_sets(kind, to=1.5):
-    """Return one that knows which samples it gave once, and which twice."""
-
-    def get(data, index):
-        had = data.twice if index in data.once else data.once
-        x = data.x[index] * (index not in data.twice)
-        had.add(index)
-        return x, data.y[index]
-
-    return made(get, once=set(), twice=set())
-
-
-def fading(x):
-    fading.calls += 1
-    return x * (1.0 if fading.calls <= 48 else 0.0)
-
-
-def by_a_function(kind, to=1.5):
-    """Return one whose transform counts in an attribute of its own."""
-    fading.calls = 0
-    return Pairs(transform=fading)
-
-
-def by_its_own_code(kind, to=1.5):
-    """Return one whose `__getitem__` closes over what counts, and nothing that it holds does."""
-    _, tick = COUNTS[kind]
-    reset()
-
-    class Counting(Pairs):
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return x * (1.0 if tick(None) <= 48 else to), y
-
-    return Counting()
-
-
 def ticking_collate(kind, to=1.5):
     """Return a collate function that counts its batches."""
     make, tick = COUNTS[kind]
@@ -467,10 +373,6 @@ DECIDING = {
     **{kind: (ticking, kind) for kind in TICKING},
     "by a transform": (by_a_transform, "an object"),
     "for each sample": (by_sample, "4"),
-    "for each sample, its third load": (by_sample, "3"),
-    "by two sets": (by_two_sets, ""),
-    "by a function": (by_a_function, ""),
-    "by its own code": (by_its_own_code, "a global"),
 }
 
 
@@ -537,36 +439,8 @@ class Closing(Pairs):
         self.open[0] = False
 
 
-class Threaded(Pairs):
-    """A thread of its own reads ahead."""
-
-    def __init__(self):
-        super().__init__()
-        self.ready, self.asked, self.thread = {}, SimpleQueue(), None
-        self.came = threading.Condition()
-
-    def read(self):
-        while True:
-            index = self.asked.get()
-            with self.came:
-                self.ready[index] = super().__getitem__(index)
-                self.came.notify_all()
-
-    def __getitem__(self, index):
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.read, daemon=True)
-            self.thread.start()
-        for ahead in range(index, min(index + 3, 24)):
-            if ahead not in self.ready:
-                self.asked.put(ahead)
-        with self.came:
-            self.came.wait_for(lambda: index in self.ready)
-        return self.ready[index]
-
-
 DECIDING_NOTHING = {
     "what it had last": (lambda: made(remembering, seen=[], last=-1), 0),
-    "what it had last, in a worker": (lambda: made(remembering, seen=[], last=-1), 1),
     "a generator for each sample": (lambda: made(by_its_own_generator), 0),
     "a file that it closes": (Closing, 0),
     "a ring of memory": (
@@ -575,7 +449,6 @@ DECIDING_NOTHING = {
         ),
         0,
     ),
-    "a thread of its own": (Threaded, 0),
 }  # fmt: skip
 
 

@@ -31,22 +31,18 @@ def session(run, dataset, *, make=Net, epochs=3, order=None, **kwargs):
 FIRST_HALF, WHOLE = ([[*range(i, i + 8)] for i in range(start, LONG, 8)] for start in (8, 0))
 
 
-def two_runs(run, one, other, *, collates=(None, None), interrupted=True, make=(Net, Net)):
+def two_runs(run, one, other, *, interrupted=True, make=(Net, Net)):
     """Train twice in one directory. Interrupted: the second run's first batch is new to it."""
     order = FIRST_HALF if interrupted else WHOLE
-    session(run, one, order=order, collate_fn=collates[0], make=make[0])
+    session(run, one, order=order, make=make[0])
     run.turn()
-    session(run, other, order=WHOLE, collate_fn=collates[1], make=make[1])
+    session(run, other, order=WHOLE, make=make[1])
 
 
 def hidden(transform):
     """Return a data set of which only samples that a glance does not meet are transformed."""
     get = lambda d, i: (d.transform(d.x[i]) if i in HIDDEN else d.x[i], d.y[i])  # noqa: E731
     return made(get, LONG, transform=transform)
-
-
-def scale_by(factor):
-    return lambda x: x * factor
 
 
 def relabelled():
@@ -57,7 +53,6 @@ def relabelled():
 
 OTHERS = {
     "a transform's setting": lambda: (hidden(Scale(1.0)), hidden(Scale(2.0))),
-    "a transform's closure": lambda: (hidden(scale_by(1.0)), hidden(scale_by(2.0))),
     "a module as a transform": lambda: (
         hidden(nn.LeakyReLU(0.1)), hidden(nn.LeakyReLU(0.9)),
     ),
@@ -76,27 +71,11 @@ def test_other_data_in_a_second_run_are_other_data(run, make):
     two_runs(run, *make())
 
 
-SCALED = {
-    "a number": Collate,
-    "a tensor of a method": lambda scale: Collate(torch.full((6,), scale)).__call__,
-}
-
-
-@hostile(over=SCALED)
-def test_another_collate_function_in_a_second_run_gives_other_data(run, make):
-    data = Pairs(LONG)
-    two_runs(run, data, data, collates=(make(1.0), make(2.0)))
-
-
 # ---- the model between two runs ---------------------------------------------------------------
 
 
 def doubled_hook(model):
     model.early.register_forward_hook(lambda m, a, out: out * 2)
-
-
-def own_forward(model):
-    model.early.forward = lambda x: F.linear(x, 2 * model.early.weight)
 
 
 def with_early(make):
@@ -105,13 +84,6 @@ def with_early(make):
         model.early.scale = 1.0
 
     return change
-
-
-def strided(stride):
-    return lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3, stride=stride), nn.AdaptiveAvgPool1d(4),
-        nn.Flatten(),
-    )  # fmt: skip
 
 
 def normed(eps):
@@ -126,12 +98,9 @@ FRONTS = {
         None, lambda m: setattr(type(m), "front", lambda s, x: s.middle(torch.relu(s.early(x)))),
     ),
     "attribute": (None, lambda m: setattr(m.early, "scale", 2.0)),
-    "attribute around": (None, lambda m: setattr(m, "offset", 1.0)),
     "class attribute": (None, lambda m: setattr(type(m.early), "scale", 2.0)),
     "hook": (None, doubled_hook),
-    "instance forward": (None, own_forward),
     "eps": (with_early(normed(0.1)), with_early(normed(1.1))),
-    "stride": (with_early(strided(1)), with_early(strided(2))),
 }  # fmt: skip
 
 
@@ -141,8 +110,8 @@ def changed_by(change):
     def make():
         early = type("Early", (nn.Linear,), {"forward": lambda s, x: F.linear(x, s.weight)})
         early.scale = 1.0
-        front = lambda m, x: m.middle(torch.tanh(m.early(x) * m.early.scale) + m.offset)  # noqa: E731
-        model = net(front=front, early=early(6, 8), offset=0.0)
+        front = lambda m, x: m.middle(torch.tanh(m.early(x) * m.early.scale))  # noqa: E731
+        model = net(front=front, early=early(6, 8))
         if change is not None:
             change(model)
         return model

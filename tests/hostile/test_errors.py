@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, saved, seeded
+from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, seeded
 
 # ---- features and inputs that the loop reads --------------------------------------------------
 
@@ -203,21 +203,11 @@ def exported(model):
     return torch.export.export(model, (inputs(),)).module()
 
 
-def cloned_by_state(model):
-    other = Plain()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 COPIES = {
     "traced": quietly(lambda m: torch.jit.trace(m, inputs(), check_trace=False)),
     "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
     "pickled": lambda m: pickle.loads(pickle.dumps(m)),
-    "saved whole": lambda m: torch.load(saved(m), weights_only=False),
     "exported": exported,
-    "symbolic": torch.fx.symbolic_trace,
-    "cloned by state": cloned_by_state,
 }
 
 
@@ -285,10 +275,6 @@ def grad(m, x):
     return torch.func.grad(lambda v: m(v).sum())(x)
 
 
-def jvp(m, x):
-    return torch.func.jvp(m, (x,), (torch.ones_like(x),))[1].detach()
-
-
 def vmap(m, x):
     return torch.func.vmap(lambda v: m(v[None])[0])(x)
 
@@ -310,7 +296,7 @@ def head_gradients(m, x):
     return sum(g.square().sum() for g in gradients.values())
 
 
-LOOKS = (grad, jvp, vmap, trace, per_sample_gradients, head_gradients)
+LOOKS = (grad, vmap, trace, per_sample_gradients, head_gradients)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -369,27 +355,6 @@ def test_a_second_thread_evaluates_the_model(run, when):
     assert not errors, errors
     for output in outputs:
         run.see(output)
-
-
-@hostile
-@pytest.mark.parametrize("same", [True, False], ids=["the model", "another model"])
-def test_a_thread_that_runs_beside_the_training(run, same):
-    model, stop, x = run.freeze(Net()), threading.Event(), inputs()
-    other = model if same else Net()
-
-    def evaluate():
-        while not stop.is_set():
-            torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                other(x)
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    try:
-        run.fit(model, run.loader(rows(), shuffle=True), 4)
-    finally:
-        stop.set()
-        thread.join()
 
 
 class Passing:
@@ -471,12 +436,3 @@ def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
     model = Net()
     model.early.register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
     trained(run, model=model)
-
-
-@hostile(silent=True)
-def test_a_model_exported_while_it_is_attached(run):
-    def each_epoch(model, epoch):
-        if epoch == 2:
-            run.see(exported(model)(inputs()))
-
-    trained(run, each_epoch=each_epoch, epochs=4)

@@ -1,19 +1,16 @@
 """What the prefix is, changes: its parameters and buffers, by every way of writing them."""
 
 import copy
-import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import swa_utils
 
 from tests.hostile.harness import Run, cross_entropy, hostile, sgd
 from tests.hostile.loops import changed, trained
-from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows, saved
+from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows
 from tests.hostile.places import WRITES
 
 
@@ -26,16 +23,6 @@ def load(model, **changes):
 
 def swapped_parameter(model):
     model.early.weight = nn.Parameter(-model.early.weight.data, requires_grad=False)
-
-
-def written_as_a_vector(model):
-    parameters = [model.early.weight, model.early.bias]
-    vector = nn.utils.parameters_to_vector(parameters)
-    nn.utils.vector_to_parameters(-vector, parameters)
-
-
-def initialised_again(model):
-    nn.init.normal_(model.early.weight, generator=torch.Generator().manual_seed(5))
 
 
 def loaded_by_assignment(model, front_trains=False):
@@ -63,13 +50,10 @@ WEIGHTS = {
         m.middle.load_state_dict(m.middle.state_dict()), m.early.weight.data.mul_(-3.0),
     ),
     "another parameter": swapped_parameter,
-    "as a vector": written_as_a_vector,
-    "initialised": initialised_again,
     "loaded": lambda m: load(m, early__weight=1.0),
     "loaded by assignment": loaded_by_assignment,
     "loaded by assignment, and trained": lambda m: loaded_by_assignment(m, True),
     "swapped in place": swapped_in_place,
-    "foreach": lambda m: torch._foreach_mul_([m.early.weight, m.early.bias], -1.0),
     "no bias": lambda m: setattr(m.early, "bias", None),
     "tied to the head's": lambda m: setattr(m.middle, "weight", m.late.weight),
 }  # fmt: skip
@@ -80,30 +64,12 @@ def test_a_written_weight_is_used(run, write):
     changed(run, torch.no_grad()(write))
 
 
-@hostile
-def test_a_weight_written_in_the_middle_of_an_epoch_is_used(run):
-    def each_step(model, step):
-        if step == 7:
-            run.turn()
-            model.early.weight.data = -model.early.weight.data
-
-    trained(run, each_step=each_step, epochs=4)
-
-
 @hostile(limit="A change of a single element through `p.data` may miss the 16 sampled ones")
 def test_one_element_written_past_its_version_is_found_by_the_audit(run):
     def write(model):
         model.early.weight.data.view(-1)[7] += 30.0
 
     changed(run, write, Net(width=64))
-
-
-@hostile
-def test_a_front_written_by_arrays_that_share_its_memory_is_right(run):
-    array = np.full((8, 6), 0.1, np.float32)
-    model = Net()
-    model.early.weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
-    changed(run, lambda m: np.negative(array, out=array), model)
 
 
 def masked(mask=None, **kwargs):
@@ -114,9 +80,7 @@ def masked(mask=None, **kwargs):
 
 BUFFERS = {
     "in place": (Normed, lambda m: m.early[1].running_mean.add_(1.0)),
-    "reset": (Normed, lambda m: m.early[1].reset_running_stats()),
     "replaced": (Normed, lambda m: setattr(m.early[1], "running_var", torch.full((8,), 0.1))),
-    "through NumPy": (Normed, lambda m: m.early[1].running_var.numpy().__imul__(0.1)),
     "the model's": (lambda: masked(torch.ones(6)), lambda m: m.mask[:4].zero_()),
     "the model's, not persistent": (
         lambda: masked(torch.ones(6), persistent=False), lambda m: m.mask[:4].zero_(),
@@ -218,22 +182,6 @@ def test_update_bn_moves_what_it_moves(run, kind):
 
 
 @hostile
-def test_a_lookahead_optimizer_that_writes_all_weights_is_right(run):
-    """Slow weights are written back every second step, frozen ones as well."""
-    model = run.freeze(Net())
-    slow = [p.detach().clone() for p in model.parameters()]
-
-    def each_step(step):
-        if step % 2 == 0 and step:
-            with torch.no_grad():
-                for kept, p in zip(slow, model.parameters(), strict=True):
-                    kept.lerp_(p, 0.5)
-                    p.copy_(kept)
-
-    run.fit(model, run.loader(rows()), 4, each_step=each_step)
-
-
-@hostile
 def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
     def loss(model, batch):
         noise = 0.1 * torch.randn_like(model.early.weight)
@@ -245,59 +193,8 @@ def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
     trained(run, loss, epochs=4)
 
 
-@hostile
-@pytest.mark.parametrize("how", ["a state", "pickled whole"])
-def test_a_model_that_was_saved_and_loaded_takes_its_place(run, how):
-    model = run.freeze(Net())
-    kept = saved(model.state_dict() if how == "a state" else model)
-    run.fit(model, run.loader(rows()), 2)
-    if how == "a state":
-        state = torch.load(kept)
-        state["early.weight"] += 0.5
-        model.load_state_dict(state)
-    else:
-        model = run.freeze(torch.load(kept, weights_only=False))
-    run.turn()
-    run.fit(model, run.loader(rows()), 2)
-
-
-@hostile
-def test_a_deep_copy_whose_front_is_written_leaves_the_model_alone(run):
-    copies = []
-
-    def each_epoch(model, epoch):
-        if epoch == 1:
-            copies.append(copy.deepcopy(model).requires_grad_(True))
-            copies[0].early.weight.data.zero_()
-
-    def loss(model, batch):
-        for other in copies:
-            run.see(other(batch[0]).sum())
-        return cross_entropy(model, batch)
-
-    trained(run, loss, each_epoch=each_epoch)
-
-
-class Clipped(torch.optim.SGD):
-    """Clips gradients in one way before each step."""
-
-    how = "norm"
-
-    def step(self, closure=None):
-        getattr(nn.utils, f"clip_grad_{self.how}_")(self.param_groups[0]["params"], 0.1)
-        return super().step(closure)
-
-
-@hostile(over={"norm": "norm", "value": "value"}, served=True)
-def test_clipping_in_the_active_part_is_served(run, how):
-    make = type("Clipping", (Clipped,), {"how": how})
-    trained(run, optimizer=lambda model: make(model.parameters(), 0.2, momentum=0.9))
-
-
 OPTIMIZERS = {
     "AdamW": lambda active: torch.optim.AdamW(active, lr=0.01),
-    "Adagrad": lambda active: torch.optim.Adagrad(active, lr=0.01),
-    "RMSprop": lambda active: torch.optim.RMSprop(active, lr=0.01),
     "LBFGS": lambda active: torch.optim.LBFGS(active, lr=0.1, max_iter=3),
 }
 
@@ -330,32 +227,8 @@ def weight_norm(model):
         model.early.parametrizations.weight.original0.mul_(2)
 
 
-def old_weight_norm(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.weight_norm(model.early)
-    with torch.no_grad():
-        model.early.weight_g.mul_(2)
-    model.early.requires_grad_(False)
-
-
-def old_spectral_norm(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.spectral_norm(model.early)
-
-
-def spectral_norm(model):
-    parametrizations.spectral_norm(model.early)
-
-
 def pruned(model):
     prune.l1_unstructured(model.early, "weight", amount=0.5)
-
-
-def removed(model):
-    pruned(model)
-    prune.remove(model.early, "weight")
 
 
 def frozen(change):
@@ -377,12 +250,6 @@ def parametrized(model):
     parametrize.register_parametrization(model.early, "weight", Doubled())
 
 
-def merged(model):
-    """What becomes of a LoRA in the end."""
-    parametrized(model)
-    parametrize.remove_parametrizations(model.early, "weight")
-
-
 def flat(model):
     """As fused optimizers have it: what is frozen and what trains lies in one memory."""
     parameters = [*model.parameters()]
@@ -395,13 +262,8 @@ NORMS = {
     "flat": flat,
     "weight norm": weight_norm,
     "frozen weight norm": frozen(weight_norm),
-    "frozen spectral norm": frozen(spectral_norm),
-    "old weight norm": old_weight_norm,
-    "old spectral norm": old_spectral_norm,
     "pruned": pruned,
-    "pruned for good": frozen(removed),
     "parametrized": parametrized,
-    "merged": merged,
 }
 
 
@@ -426,11 +288,6 @@ def test_a_front_that_was_reparametrised_before_is_served(run, before):
     model = Net()
     before(model)
     trained(run, model=model)
-
-
-@hostile
-def test_a_front_pruned_a_little_more_every_epoch_is_right(run):
-    trained(run, each_epoch=lambda model, epoch: pruned(model), epochs=4)
 
 
 @hostile
@@ -467,19 +324,6 @@ def test_a_part_in_another_precision_and_back_is_right(run, dtype, parts):
     loss = lambda m, b: cross_entropy(m, b).float()  # noqa: E731
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.fit(model, run.loader(rows()), 6, loss=loss, each_epoch=each_epoch, optimizer=optimizer)
-
-
-@hostile(served=True)
-def test_channels_last_from_the_middle_of_training_is_right(run):
-    model = run.freeze(ConvNet(), "body")
-    loader = run.loader(images())
-    run.fit(model, loader, 2)
-    run.turn()
-    model.to(memory_format=torch.channels_last)
-    run.fit(
-        model, loader, 6,
-        loss=lambda m, b: F.cross_entropy(m(b[0].to(memory_format=torch.channels_last)), b[1]),
-    )  # fmt: skip
 
 
 @hostile(served=True)

@@ -7,12 +7,11 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import DeQuantStub, QuantStub
 from torch.nn import functional as F
 
 from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
-from tests.hostile.nets import ConvNet, Net, Tokens, images, layered, net, rows, sentences
+from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
 from tests.hostile.places import COUNTERS, ELSEWHERE, HELD, REPLACED, TABLE, Config, cell, scale
 
 # ---- a number that the front reads, wherever it lies ------------------------------------------
@@ -162,18 +161,6 @@ NAMED = {
 """What code of the front names, of any kind."""
 
 
-def masked(model, x):
-    if len(x) not in model.masks:
-        model.masks[len(x)] = torch.ones(len(x), 1)
-    return model.middle(torch.tanh(model.early(x)) * model.masks[len(x)])
-
-
-@hostile(silent=True)
-def test_a_mask_that_the_front_keeps_by_size_is_no_change(run):
-    """Also where a comparison has run it on other sizes."""
-    trained(run, model=net(front=masked, masks={}), data=rows(21), epochs=4)
-
-
 BEHIND = {
     "called behind": lambda m, x: m.back(m.front(x)) * TABLE["scale"],
     "called around it": lambda m, x: m.late_scale(m.front(x)),
@@ -226,19 +213,11 @@ class Elsewhere:
         return TABLE["scale"]
 
 
-MODULE = types.ModuleType("user_functions")
 HARDTANH = F.hardtanh
 FOUND_LATE = {
     "descriptor": (
         lambda: type("Described", (), {"scale": Elsewhere()})(), scale,
         lambda at, k: TABLE.update(scale=k),
-    ),
-    "function in a module": (
-        lambda: None, lambda at: MODULE.scale(), lambda at, k: setattr(MODULE, "scale", lambda: k),
-    ),
-    "flag of torch": (
-        lambda: None, lambda at: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
-        lambda at, k: torch.use_deterministic_algorithms(k == 2),
     ),
     "function of torch": (
         lambda: None, lambda at: F.hardtanh(torch.tensor(5.0)),
@@ -255,43 +234,6 @@ def test_what_is_found_at_run_time_only_is_found_by_the_audit(run, make, read, w
         changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
     finally:
         write(at, 1.0)
-
-
-@hostile(limit=AT_RUN_TIME)
-def test_a_setting_of_the_head_that_the_front_looks_at_is_obeyed(run):
-    """The first layer scales by an attribute of the last one."""
-    model = Net()
-    model.head.scale = 1.0
-    model.early = Tuned([model.head], lambda s: s[0].scale)
-    changed(run, put("head", scale=2.0), model)
-
-
-def of_a_class():
-    model = layered(lambda layer, h: h * layer.by, by=1.0)
-    return model, lambda m: setattr(type(m.early), "by", 2.0)
-
-
-def of_a_property():
-    where = Config()
-    model = layered(
-        lambda layer, h: h * layer.by, where=where, by=property(lambda layer: layer.where.scale)
-    )
-    return model, lambda m: setattr(where, "scale", 2.0)
-
-
-def of_a_config_that_all_share():
-    model = tuned("early", Config(), scale)
-    model.config = model.early.setting
-    return model, lambda m: setattr(m.config, "scale", 2.0)
-
-
-SHARED = {"class": of_a_class, "property": of_a_property, "config": of_a_config_that_all_share}
-
-
-@hostile(over=SHARED)
-def test_an_attribute_that_layers_share_is_obeyed(run, make):
-    model, change = make()
-    changed(run, change, model)
 
 
 @hostile
@@ -314,58 +256,6 @@ def test_an_attribute_that_makes_no_other_front_is_served_on(run, make, change):
 
 
 # ---- settings of torch's own modules ----------------------------------------------------------
-
-
-class Zoo(nn.Module):
-    """One frozen layer of torch's own, and a head."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.early = nn.Sequential(*layers)
-        self.middle = nn.Flatten(1)
-        self.head = nn.LazyLinear(3)
-        self(images().tensors[0])  # the head is lazy
-
-    def forward(self, x):
-        return self.head(self.middle(self.early(x)) * 3)
-
-
-TORCH_SETTINGS = {
-    "BatchNorm.eps": (lambda: nn.BatchNorm2d(2), {"eps": 1.0}),
-    "GroupNorm.eps": (lambda: nn.GroupNorm(1, 2), {"eps": 1.0}),
-    "GroupNorm.num_groups": (lambda: nn.GroupNorm(1, 2), {"num_groups": 2}),
-    "Conv.padding_mode": (lambda: nn.Conv2d(2, 4, 3, padding=1), {"padding_mode": "circular"}),
-    "Conv.dilation": (
-        lambda: nn.Conv2d(2, 4, 3, padding=2, dilation=2),
-        {"dilation": (1, 1), "padding": (1, 1)},
-    ),
-    "LeakyReLU.negative_slope": (nn.LeakyReLU, {"negative_slope": 0.5}),
-    "AvgPool.divisor": (lambda: nn.AvgPool2d(2, 2), {"divisor_override": 1}),
-    "Threshold.value": (lambda: nn.Threshold(0.1, 0.0), {"value": 5.0}),
-    "Softmax.dim": (lambda: nn.Softmax(1), {"dim": 2}),
-}
-
-
-@hostile(over=TORCH_SETTINGS)
-def test_a_setting_of_torchs_own_modules_is_obeyed(run, make, attributes):
-    changed(run, put("early.0", **attributes), Zoo(make()), images())
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.scale = nn.Linear(8, 24), 0.35
-
-    def forward(self, x, src_key_padding_mask=None):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return x + (q @ k.mT * self.scale).softmax(-1) @ v
-
-
-@hostile
-def test_an_attention_scale_that_changes_is_obeyed(run):
-    model = Tokens()
-    model.block = Attention()
-    changed(run, put("block", scale=5.0), model, sentences(), boundary="block")
 
 
 DECIDE_NOTHING = {
@@ -457,20 +347,9 @@ def mixed(model, x):
             return model.middle(torch.tanh(h.float()))
 
 
-def with_a_compiled_head():
-    model = Net()
-    model.late.compile(backend="eager")
-    return model
-
-
 ODD = {
     "autocast within autocast": lambda: net(front=mixed),
     "no gradients": lambda: net(front=torch.no_grad()(Net.front)),
-    "a compiled head": with_a_compiled_head,
-    "stubs of quantisation": lambda: net(
-        forward=lambda m, x: m.dequant(Net.forward(m, m.quant(x))), quant=QuantStub(),
-        dequant=DeQuantStub(),
-    ),
 }  # fmt: skip
 
 

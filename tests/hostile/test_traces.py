@@ -18,13 +18,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
-from tests.hostile.places import COUNTERS
 
 
 def looked_at(run, model, look, **kwargs):
@@ -41,28 +38,6 @@ def looked_at(run, model, look, **kwargs):
 def headed(act, **state):
     """Return a net whose head does something besides."""
     return net(back=lambda m, h: Net.back(m, act(m, h)), **state)
-
-
-def averaging_in_place(model, h):
-    model.bank.lerp_(h.detach().mean(0), 0.1)
-    return h - model.bank.clone()
-
-
-def quantising(model, h):
-    """Vector quantisation with averages, in buffers."""
-    nearest = torch.cdist(h, model.codes).argmin(1)
-    with torch.no_grad():
-        hot = F.one_hot(nearest, 4).float()
-        model.sizes.lerp_(hot.sum(0), 0.1)
-        model.codes.lerp_((hot.T @ h) / model.sizes[:, None].clamp(min=0.5), 0.1)
-    return h + (model.codes[nearest] - h).detach()
-
-
-def with_codes():
-    model = headed(quantising)
-    model.register_buffer("codes", torch.randn(4, 8))
-    model.register_buffer("sizes", torch.ones(4))
-    return model
 
 
 def with_average(forward=None):
@@ -111,30 +86,6 @@ def shrinking(layer, h):
     return h
 
 
-num_counted = 0
-
-
-def counted(h):
-    global num_counted
-    num_counted += 1
-    return h * min(1.0, num_counted / 6)
-
-
-COUNTED = {
-    "a table": ({"counted": counted}, lambda held: held["counted"]),
-    "a list": ([counted], lambda held: held[0]),
-    "a namespace": (types.SimpleNamespace(counted=counted), lambda held: held.counted),
-}
-
-
-def calling(kind):
-    """A head that calls a function which counts in its globals; it is found in another global."""
-    global num_counted, held
-    num_counted = 0
-    held, take = COUNTED[kind]
-    return net(back=lambda m, h: Net.back(m, take(held)(h)))
-
-
 class Probing(Net):
     """Trains a layer beside the head within its forward."""
 
@@ -150,24 +101,6 @@ class Probing(Net):
         return super().back(h)
 
 
-def with_spectral_norm():
-    model = Net()
-    parametrizations.spectral_norm(model.late)
-    return model
-
-
-def keeping(kind):
-    """Return a net whose head counts in something."""
-    make, tick = COUNTERS[kind]
-    return headed(lambda m, h: h * min(1.0, tick(m.held) / 6), held=make())
-
-
-def keeping_in_a_closure(kind):
-    make, tick = COUNTERS[kind]
-    held = make()
-    return headed(lambda m, h: h * min(1.0, tick(held) / 6))
-
-
 def averaging_in_a_closure():
     averages = torch.zeros(8)
 
@@ -179,20 +112,11 @@ def averaging_in_a_closure():
 
 
 HEADS = {
-    **{
-        f"{kind} in a closure": functools.partial(keeping_in_a_closure, kind)
-        for kind in ("an object", "a class", "a list that grows", "an array", "a table", "a deque")
-    },
-    **{kind: functools.partial(keeping, kind) for kind in ("slots", "an iterator")},
     "a tensor in a closure": averaging_in_a_closure,
-    "an average in place": lambda: headed(averaging_in_place, bank=torch.zeros(8)),
-    "buffers": with_codes,
-    "spectral norm": with_spectral_norm,
     "an average of weights": with_average,
     "weights that are normalised": lambda: headed(normalising),
     "weights with noise": lambda: headed(noisy),
     "gradients": lambda: headed(penalising),
-    **{f"a function in {kind}": functools.partial(calling, kind) for kind in COUNTED},
 }
 
 
@@ -252,39 +176,6 @@ def test_hooks_of_the_user_are_called_once_a_step(run, name):
     looked_at(run, model, lambda model: len(calls))
 
 
-@hostile(served=True)
-def test_a_counter_of_operations_sees_those_of_the_loop_alone(run):
-    calls = []
-
-    def loss(model, batch):
-        calls.append(1)
-        if len(calls) > 1:  # what is skipped is not counted
-            return cross_entropy(model, batch)
-        with FlopCounterMode(display=False) as counter:
-            value = cross_entropy(model, batch)
-        run.see(counter.get_total_flops())
-        return value
-
-    trained(run, loss)
-
-
-def collecting():
-    model = layered(lambda layer, h: layer.seen.append(len(h)) or h)
-    model.early.seen = model.kept = []
-    return model
-
-
-def queueing(model, x):
-    h = Net.front(model, x)
-    model.kept.append(h.detach().mean().item())
-    return h
-
-
-def stepping(model, x):
-    model.step = next(model.steps)
-    return Net.front(model, x)
-
-
 def idle(model, x):
     torch.rand(3)
     np.random.rand(2)
@@ -325,12 +216,6 @@ def test_what_a_forward_says_is_said_once_a_step(run):
 
 
 FRONTS = {
-    "collects its inputs": collecting,
-    "queues its features": lambda: net(front=queueing, kept=collections.deque(maxlen=3)),
-    "counts for the head": lambda: net(
-        front=stepping, back=lambda m, h: Net.back(m, h) * (1 + 0.01 * m.step),
-        steps=itertools.count(),
-    ),
     "draws to no effect": lambda: net(front=idle),
     "asks a function that remembers": lambda: net(
         front=lambda m, x: Net.front(m, x * positions(len(x)))

@@ -270,20 +270,6 @@ def test_a_controller_freezes_on_two_processes_together(tmp_path):
         assert rank["hits"] > 0
 
 
-def test_a_controller_with_several_optimizers_is_to_be_made_by_hand(tmp_path):
-    class Two(Lit):
-        automatic_optimization = False
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.middle, self.head)]
-
-    model = Two(frozen=False)
-    with ActivationCache(model, tmp_path) as cache:
-        run = trainer(EgeriaCallback(cache, FreezeController))
-        with pytest.raises(ValueError, match="one optimizer, and there are 2"):
-            run.fit(model, loader(cache))
-
-
 def test_a_boundary_and_a_controller_exclude_each_other(tmp_path):
     with (
         ActivationCache(make(), tmp_path) as cache,

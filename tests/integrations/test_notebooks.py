@@ -93,31 +93,6 @@ def test_a_cell_that_is_run_again_leaves_no_threads_of_the_first_time(tmp_path, 
     assert "forward" not in model.__dict__
 
 
-def test_a_loop_over_a_loader_of_the_cache_before_goes_on_uncached(tmp_path):
-    plain = frozen_net()
-    expected, _ = train_steps(plain, DataLoader(Images(noise=0), 8), sgd(plain), epochs=3)
-    model = frozen_net()
-    model.layer1.eval()
-    optimizer = sgd(model)
-    first = ActivationCache(model, tmp_path, "layer1", gate="always")
-    loader = EgeriaLoader(Images(noise=0), 8, cache=first)
-    losses, _ = train_steps(model, loader, optimizer, epochs=2)
-    with ActivationCache(model, tmp_path, "layer1", gate="never") as second:
-        losses += train_steps(model, loader, optimizer)[0]
-        assert second.stats().hits == 0
-    assert len(losses) == len(expected)
-    assert all(map(torch.isfinite, map(torch.tensor, losses)))
-
-
-def test_caches_of_different_models_leave_each_other_alone(tmp_path):
-    with (
-        ActivationCache(frozen_net(), tmp_path, "layer1") as one,
-        ActivationCache(frozen_net(), tmp_path, "layer1") as other,
-    ):
-        assert not one._status.is_closed
-        assert not other._status.is_closed
-
-
 def test_a_pickled_cache_and_its_loader_serve_the_model_that_came_with_them(tmp_path):
     model = frozen_net()
     with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
@@ -184,41 +159,6 @@ def run_script(body, *args):
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_fork_after_use_trains_on_in_the_child_and_in_the_parent(workers):
-    run_script(
-        """
-        import copy
-        begun = iter(loader)
-        images, targets = next(begun)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        reading, writing = os.pipe()
-
-        def child():
-            # The batch in hand, the rest of the pass (where no worker had been forked), new ones.
-            own = [F.cross_entropy(model(images), targets).item()]
-            if not WORKERS:
-                own += [F.cross_entropy(model(x), y).item() for x, y in begun]
-            own += train_steps(model, loader, optimizer, 2)[0]
-            assert cache.stats().hits == 48
-            assert "cache.reopen()" in cache.stats().why_not
-            os.write(writing, repr(own).encode())
-
-        assert fork(child) == 0
-        found = eval(os.read(reading, 100_000))
-        mine = [F.cross_entropy(model(images), targets).item()]
-        rest = [F.cross_entropy(model(x), y).item() for x, y in begun]
-        mine += [] if WORKERS else rest
-        mine += train_steps(model, loader, optimizer, 2)[0]
-        same(found, mine)
-        assert cache.stats().hits > 48
-        cache.close()
-        """,
-        workers,
-    )
 
 
 @pytest.mark.long

@@ -99,19 +99,6 @@ def bert(kind: str = "SequenceClassification") -> Any:
     return getattr(transformers, f"BertFor{kind}")(config)
 
 
-def distilbert() -> Any:
-    return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(
-        vocab_size=WORDS, dim=16, n_layers=3, n_heads=2, hidden_dim=32, dropout=0.0,
-        attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=3,
-    ))  # fmt: skip
-
-
-def roberta() -> Any:
-    return transformers.RobertaForSequenceClassification(
-        transformers.RobertaConfig(**SMALL, **STILL, num_labels=3)
-    )
-
-
 def deberta() -> Any:
     return transformers.DebertaV2ForSequenceClassification(transformers.DebertaV2Config(
         **SMALL, **STILL, num_labels=3, relative_attention=True, position_buckets=8,
@@ -129,11 +116,6 @@ def t5() -> Any:
 
 def bart() -> Any:
     return transformers.BartForConditionalGeneration(transformers.BartConfig(**SEQ2SEQ))
-
-
-def marian() -> Any:
-    config = transformers.MarianConfig(**{**SEQ2SEQ, "decoder_start_token_id": 0})
-    return transformers.MarianMTModel(config)
 
 
 def gpt2() -> Any:
@@ -156,33 +138,19 @@ def _collate(kind: str, side: str = "right", **options: Any) -> Callable[..., An
 TEXT: dict[str, tuple[Callable[[], Any], str, Callable[..., Any], str, tuple[str, ...]]] = {
     "BERT": (bert, "classes with segments", _collate("WithPadding"), "bert.encoder.layer.0",
              ("bert.embeddings", "bert.encoder.layer.0")),
-    "BERT, multiples of 8": (
-        bert, "classes", _collate("WithPadding", pad_to_multiple_of=8), "bert.encoder.layer.0",
-        ("bert.embeddings", "bert.encoder.layer.0"),
-    ),
     "BERT, tags": (lambda: bert("TokenClassification"), "tags", _collate("ForTokenClassification"),
                    "bert.encoder.layer.0", ("bert.embeddings", "bert.encoder.layer.0")),
-    "DistilBERT": (distilbert, "classes", _collate("WithPadding"), "distilbert.transformer.layer.0",
-                   ("distilbert.embeddings", "distilbert.transformer.layer.0")),
-    "RoBERTa": (roberta, "classes", _collate("WithPadding"), "roberta.encoder.layer.0",
-                ("roberta.embeddings", "roberta.encoder.layer.0")),
     "DeBERTa-v2": (deberta, "classes", _collate("WithPadding"), "deberta.encoder.layer.0",
                    ("deberta.embeddings", "deberta.encoder.layer.0", "deberta.encoder.rel",
                     "deberta.encoder.LayerNorm")),
     "T5, encoder": (t5, "translation", _collate("ForSeq2Seq"), "encoder", ("shared", "encoder")),
-    "T5, in the encoder": (t5, "translation", _collate("ForSeq2Seq"), "encoder.block.0",
-                           ("shared", "encoder.block.0")),
     "T5, in the decoder": (t5, "translation", _collate("ForSeq2Seq"), "decoder.block.0",
                            ("shared", "encoder", "decoder.block.0")),
-    "BART": (bart, "translation", _collate("ForSeq2Seq"), "model.encoder",
-             ("model.shared", "model.encoder")),
     "BART, in the decoder": (
         bart, "translation", _collate("ForSeq2Seq"), "model.decoder.layers.0",
         ("model.shared", "model.encoder", "model.decoder.embed", "model.decoder.layernorm_emb",
          "model.decoder.layers.0"),
     ),
-    "Marian": (marian, "translation", _collate("ForSeq2Seq"), "model.encoder",
-               ("model.shared", "model.encoder")),
     "GPT-2": (gpt2, "text", _collate("ForSeq2Seq"), "transformer.h.0",
               ("transformer.w", "transformer.h.0", "lm_head")),
     "Llama": (llama, "text", _collate("ForSeq2Seq"), "model.layers.0",
@@ -305,12 +273,6 @@ def collate_waves(samples: Any) -> dict[str, Any]:
     }
 
 
-def collate_spectra(samples: Any) -> dict[str, Any]:
-    spectra, texts = zip(*samples, strict=True)
-    labels = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
-    return {"input_features": torch.stack(spectra), "labels": labels}
-
-
 def wav2vec2() -> Any:
     return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -323,16 +285,6 @@ def wav2vec2() -> Any:
     ))  # fmt: skip
 
 
-def whisper() -> Any:
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
-        vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, max_source_positions=30, max_target_positions=32, dropout=0.0,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None,
-    ))  # fmt: skip
-
-
 SPEECH = {
     "wav2vec2, features": (wav2vec2, Sounds(None), collate_waves, "wav2vec2.feature_extractor",
                            ("wav2vec2.feature_extractor",)),
@@ -340,7 +292,6 @@ SPEECH = {
         wav2vec2, Sounds(None), collate_waves, "wav2vec2.encoder.layers.0",
         ("wav2vec2.feature", "wav2vec2.encoder.pos", "wav2vec2.encoder.layers.0"),
     ),
-    "Whisper": (whisper, Sounds(8), collate_spectra, "model.encoder", ("model.encoder",)),
 }  # fmt: skip
 
 

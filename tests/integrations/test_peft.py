@@ -120,13 +120,6 @@ def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path, checkpo
         assert cache.stats().hits == 2 * 4 * BATCHES
 
 
-def test_with_adapters_everywhere_no_layer_is_skipped(tmp_path):
-    plain, model = train(make(None), DataLoader(Texts(), 4)), make(None)
-    with ActivationCache(model, tmp_path, "auto", gate="always") as cache:
-        assert train(model, EgeriaLoader(Texts(), 4, cache=cache)) == plain
-        assert ".layers." not in (cache.boundary or "")
-
-
 def test_adapters_everywhere_are_refused_by_name(tmp_path):
     model = make(None)
     with pytest.raises(BoundaryError, match=r"layers\.1\.self_attn\.q_proj\.lora_A.*trainable"):
@@ -189,19 +182,3 @@ def test_adapters_that_change_in_mid_run_are_noticed(tmp_path, change):
     assert losses[:MIDDLE] == pytest.approx(unchanged[:MIDDLE], rel=1e-5)
     if change != "merged":  # which leaves the function what it was
         assert losses[MIDDLE] != pytest.approx(unchanged[MIDDLE], rel=1e-6)
-
-
-def test_a_look_at_the_base_model_in_between_changes_nothing(tmp_path):
-    seen = []
-
-    def look(model):
-        model.eval()
-        with torch.no_grad(), model.disable_adapter():
-            seen.append(model(input_ids=Texts().ids[:4]).logits.sum().item())
-        freeze_front(model)
-        model.train()
-
-    losses, plain, stats = both(tmp_path, prior=True, epochs=5, events={MIDDLE: look})
-    assert losses == pytest.approx(plain, rel=1e-5)
-    assert seen[0] == pytest.approx(seen[1], rel=1e-6)
-    assert stats.hits > 4 * BATCHES

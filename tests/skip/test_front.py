@@ -200,44 +200,6 @@ def test_gradient_checkpointing_repeats_what_the_forward_did():
     assert_same(*(step(model, call, batch, 11) for model in (plain, checkpointed)))
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["encoder.layers.0", "encoder.layers.1", "encoder.layers.3"])
-def test_an_exception_leaves_every_mode_as_it_was(where, error):
-    model = make().train()
-    held(model)
-    model.encoder.drop = 0
-
-    def fail(*args):
-        raise error("stop")
-
-    handle = model.get_submodule(where).register_forward_hook(fail)
-    with pytest.raises(error):
-        model(DATA["x"])
-    assert all(module.training for module in (model, model.encoder))
-    handle.remove()
-    assert flags(model, lambda: model(DATA["x"])) == [False, False, True, True]
-
-
-def test_a_call_within_a_call_ends_at_its_own_boundary():
-    class Nested(Net):
-        depth = 0
-
-        def forward(self, x):
-            if self.depth == 0:
-                self.depth = 1
-                inner = self(x)
-                self.depth = 0
-                assert self.training  # the boundary has returned
-                x = x + inner.mean()
-            return super().forward(x)
-
-    model = make(Nested).train()
-    held(model)
-    random.seed(3)
-    assert flags(model, lambda: model(DATA["x"])) == [False, False, True, True]
-    assert model.training
-
-
 def test_what_serves_twice_is_left_alone():
     harness = Harness(make(TwoTowers).train(), DATA)
     harness.engine.set_boundary("encoder.layers.1")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from egeria_cache.skip.prove.traced_batch import another, few_rows, rest, with_made_up
-from tests.helpers.skip_models import DATA, Base, call, harness_of
+from tests.helpers.skip_models import Base, call, harness_of
 
 
 class Early(nn.Module):
@@ -98,43 +95,7 @@ def test_a_prefix_that_counts_is_refused_by_the_attributes_name(kind, name):
     assert f"'early.{name}'" in str(error)
 
 
-class Memo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.cache, self.table = nn.Linear(6, 6), {}, None
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.arange(6.0)
-        key = x.shape[1]
-        if key not in self.cache:
-            self.cache[key] = torch.ones(key, 1)
-        return self.linear(x) * self.cache[key] + self.table
-
-
-def test_a_memo_that_settles_is_fine():
-    assert run(type("Own", (Base,), {}, early=Memo)).host.refusals == []
-
-
 # ---- gradient mode ----------------------------------------------------------------------------
-
-
-class AsksForGrad(Base):
-    def forward(self, x):
-        return self.finish(self.middle(self.early(x) * (1 + torch.is_grad_enabled())))
-
-
-def test_a_prefix_that_asks_whether_autograd_records_is_cut_for_each_answer():
-    harness = harness_of(AsksForGrad)
-    plain = copy.deepcopy(harness.model.eval())
-    for n in range(3):
-        for ids in (range(8), range(8, 16)):
-            with torch.set_grad_enabled(n != 1):
-                ours = harness.model(harness.batch(ids)["x"])
-                assert torch.equal(ours, plain(DATA["x"][list(ids)]))
-    assert harness.host.refusals == []
-    modes = {plan.grad_mode for plan in harness.engine._plans.all()}
-    assert modes == {True, False}
 
 
 def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
@@ -143,15 +104,6 @@ def test_a_prefix_that_does_not_ask_is_cut_once_for_both():
         harness.model(harness.batch(range(8))["x"])
     assert harness.engine._plans._num_dry_runs == 1
     assert harness.host.num_loads == 1
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 33, 64])
-def test_each_sample_of_the_first_batch_meets_another_first_last_and_next_one(size):
-    parts = [another(size), rest(size), *few_rows(size), *with_made_up(size)]
-    for company in (lambda p, i: p[0], lambda p, i: p[-1], lambda p, i: p[(i + 1) % len(p)]):
-        for row in range(size):
-            own = [company(part, part.index(row)) for part in parts if row in part]
-            assert set(own) - {company(range(size), row)}
 
 
 # Rounding is no dependence: results under autocast are as coarse as what they were made of.
