@@ -153,6 +153,28 @@ def test_a_cache_that_stores_nothing_cannot_be_filled(directory):
             cache.fill(loader)
 
 
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.last = torch.nn.Linear(12, 5).requires_grad_(False), torch.nn.Linear(5, 3)
+
+    def forward(self, x, y, mask=None):
+        return self.last(self.front(torch.cat([x, y], 1)))
+
+
+def test_a_forward_gets_as_many_parts_of_a_batch_as_it_requires(directory):
+    model, (x, labels) = Pair(), data().tensors
+    with ActivationCache(model, directory, "front", gate="always") as cache:
+        loader = EgeriaLoader(TensorDataset(x, x + 1, labels), batch_size=8, cache=cache)
+        assert cache.fill(loader, progress=False).num_stored == 32
+        for first, second, _ in loader:
+            model(first, second)
+        assert cache.stats().hits == 32
+        with pytest.raises(EgeriaError, match=r"requires 2 arguments, a batch has 1; give fill"):
+            cache.fill(EgeriaLoader(TensorDataset(x), cache=cache), progress=False)
+
+
 def test_a_loader_that_cannot_be_cached_gives_the_reason(directory):
     class Random(Dataset):
         def __len__(self):

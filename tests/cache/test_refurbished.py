@@ -1,5 +1,6 @@
 """Random samples under a boundary: used some times, drawn anew in turns, and never silently."""
 
+import json
 import logging
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
@@ -135,6 +137,16 @@ def test_a_later_run_goes_on_with_the_draws_that_are_stored(tmp_path):
     assert other[0][0] == pytest.approx(first[0][0]), "another schedule begins with its first draws"
 
 
+def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
+    run(tmp_path, gate="always", epochs=3, reuse=4)
+    (generation,) = tmp_path.glob("gen-*")
+    assert main([str(tmp_path), "show", generation.name]) == 0
+    assert "used for 4 epochs each; 3 epochs were passed" in capsys.readouterr().out
+    assert main([str(tmp_path), "show", generation.name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
+
+
 @pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
 def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse, kept):
     settings = {"gate": "always", "reuse": reuse, "augmentation_variants": kept}
@@ -155,7 +167,7 @@ def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
     ("settings", "words"),
     [
         ({}, ["(torch)", "used for 8 epochs", "88%", "0.1 MB", "reuse="]),
-        ({"reuse": None}, ["for ever", "no new augmentation"]),
+        ({"reuse": None}, ["for ever", "100%"]),
         ({"reuse": 1}, ["not cached", "reuse=1 every epoch draws anew"]),
         ({"reuse": 2, "augmentation_variants": 3}, ["3 draws of each", "50%", "0.2 MB"]),
     ],

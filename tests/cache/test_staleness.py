@@ -1,5 +1,6 @@
 """Ways in which something stale or foreign could be served; each is caught."""
 
+import copy
 import fcntl
 import math
 import multiprocessing
@@ -8,8 +9,10 @@ import os
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.batch.tensor import unwrap
 from egeria_cache.cache import engine_callbacks
 from egeria_cache.store.disk.budget import Budget
 from tests.cache.test_auto import data
@@ -22,6 +25,23 @@ from tests.helpers.runs import assert_same, run
 def frozen():
     model = frozen_net()
     return model.eval()
+
+
+@torch.no_grad()
+def assert_right(model, loader, images, targets):
+    """Every batch of a pass gives what the raw samples give; labels name the samples."""
+    plain = copy.deepcopy(model)
+    for batch, labels in loader:
+        outputs = model(batch)
+        labels = unwrap(labels)
+        expected = plain(images[labels])
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+        assert set(labels.tolist()) <= set(targets)
+
+
+def numbered(offset, n=32):
+    generator = torch.Generator().manual_seed(offset)
+    return TensorDataset(torch.randn(n, 1, 10, 10, generator=generator), torch.arange(n))
 
 
 class Trusted(Images):
@@ -54,6 +74,23 @@ def test_a_reopened_generation_is_compared_with_the_first_batch(tmp_path, frozen
             assert cache.stats().audit_failures == number
         data.images += 1.0
     assert "is not what an earlier run stored" in caplog.text
+
+
+def test_passes_that_share_persistent_workers_give_each_sample_its_own_rows(tmp_path, frozen):
+    data = numbered(1)
+    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+        loader = EgeriaLoader(
+            data, 4, shuffle=True, cache=cache, num_workers=1, persistent_workers=True
+        )
+        for _ in range(2):
+            for left, right in zip(loader, loader, strict=False):
+                assert_right(frozen, [left, right], data.tensors[0], range(32))
+            assert_right(frozen, loader, data.tensors[0], range(32))
+            cache.flush()
+        first = iter(loader)
+        next(first)
+        next(iter(loader))  # a peek: DataLoader's shared iterator starts again
+        assert len(list(first)) == 7
 
 
 def test_a_worker_forked_during_a_commit_does_not_keep_the_lock(tmp_path):
