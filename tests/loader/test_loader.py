@@ -188,6 +188,17 @@ def test_samples_stay_on_their_node_and_go_from_rank_to_rank_inside_it(
         assert set(together) == set(range(length))
 
 
+def test_inside_a_node_ranks_exchange_samples():
+    def first_rank(epoch):
+        sampler = ShardAffineSampler(range(400), 4, 0, ranks_per_node=2)
+        sampler.set_epoch(epoch)
+        return set(sampler)
+
+    assert 30 < len(first_rank(0) & first_rank(1)) < 70, "about half of a hundred"
+    with pytest.raises(ValueError, match="ranks_per_node must divide num_replicas, got 3 and 4"):
+        ShardAffineSampler(range(10), 4, 0, ranks_per_node=3)
+
+
 @pytest.mark.parametrize("ranks_per_node", [None, 8])
 def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
     sampler = ShardAffineSampler(range(10**9), 10_000, 7, ranks_per_node=ranks_per_node)
