@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from tests.hostile.harness import Run, hostile, judge
+from tests.hostile.harness import Run, hostile, judge, sgd
 from tests.hostile.loops import ce, trained
 from tests.hostile.nets import Net, made, net, rows
 from tests.hostile.places import COUNTERS
@@ -293,6 +293,10 @@ BEHIND = {
     "a table": (lambda m: m.late.table["scale"], lambda m: m.late.table.update(scale=2.0)),
     "a mode": (lambda m: 1 + m.late.training, lambda m: m.late.eval()),
     "a layer in a list": (lambda m: m.kept[0].weight, lambda m: m.kept[0].weight.mul_(2)),
+    "a rate": (
+        lambda m: 1 + m.kept[1].param_groups[0]["lr"],
+        lambda m: m.kept[1].param_groups[0].update(lr=0.1),
+    ),
     "a name": (lambda m: 1 + hasattr(m, "b"), lambda m: setattr(m, "b", m.__dict__.pop("a"))),
 }
 
@@ -302,7 +306,16 @@ def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
     model = net(front=lambda m, x: Net.front(m, x * read(m)), a=None)
     model.head.scale, model.late.table = 1.0, {"scale": 1.0}
     model.kept = [nn.Linear(1, 1).requires_grad_(False)]
-    trained(run, model=model, epochs=5, each_step=lambda m, s: change(m) if s == 7 else None)
+
+    def optimizer(model):
+        model.kept.append(sgd(model))
+        return model.kept[1]
+
+    def each_step(model, step):
+        if step == 7:
+            change(model)
+
+    trained(run, model=model, epochs=5, each_step=each_step, optimizer=optimizer)
 
 
 # ---- idioms that raise when they are tried alone -------------------------------------------------

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.pystate import (
@@ -160,6 +162,10 @@ class _Layout:
                     self.look_into(where, part)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
+        elif isinstance(value, Optimizer):  # and not what it trains
+            self.live += ((where, group) for group in value.param_groups)
+        elif isinstance(value, LRScheduler):
+            self.live.append((where, vars(value)))
         elif (own := own_dict(value)) is not None and not is_beyond(value):
             keys = self._objects.get(id(value))
             unread = {key for key in own if (id(value), key) in self._apart}
