@@ -82,11 +82,14 @@ def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
     return PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
 
 
-def note_reads(plan: ReplayPlan, seen: Observed) -> None:
+def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Module, str]]) -> None:
     """Note what the prefix reads beside tensors: `ReplayPlan.attributes` of the modules around it
-    and behind it, `ReplayPlan.objects` of what modules hold, a configuration, say.
+    and behind it, but for those that it moves itself, and `ReplayPlan.objects` of what modules
+    hold, a configuration, say.
     """
+    plan.others = seen.others
     read_of = {id(module) for module in plan.not_skipped}
+    plan.moving = [pair for pair in moving if id(pair[0]) in read_of]
     plan.until = {} if seen.trace is None else seen.trace.until
     plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
     plan.objects = {

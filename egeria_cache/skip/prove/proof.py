@@ -87,12 +87,9 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.reads = _reads(traced, plan, trace)
     _check_moved(traced, plan)
     plan.surroundings = traced.surroundings if traced.surroundings else None
-    plan.others = seen.others
-    read_of = {id(module) for module in plan.not_skipped}
-    plan.moving = [pair for pair in repeats.moving if id(pair[0]) in read_of]
     plan.draws = any(part.drew for part in parts)
     _note_draws(plan, trace)
-    note_reads(plan, seen)
+    note_reads(plan, seen, repeats.moving)
     plan.free = free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]

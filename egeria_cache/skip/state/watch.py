@@ -162,7 +162,11 @@ class _Layout:
                     self.look_into(where, part)
         elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
             return
-        elif isinstance(value, Optimizer):  # and not what it trains
+        else:
+            self._look_into_object(where, value, depth)
+
+    def _look_into_object(self, where: str, value: Any, depth: int) -> None:
+        if isinstance(value, Optimizer):  # and not what it trains
             self.live += ((where, group) for group in value.param_groups)
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
