@@ -144,6 +144,16 @@ REFUSED = {
 }
 
 
+def test_an_attached_loader_goes_to_the_cache_that_came_last(directory):
+    loader, old, new = DataLoader(Images(8, noise=0), 4), make_net(), make_net()
+    with ActivationCache(old, directory / "a", loader=loader) as first:
+        with ActivationCache(new, directory / "b", loader=loader) as second:
+            assert loader.cache is second
+            first.close()
+            assert loader.cache is second
+        assert type(loader) is DataLoader
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_over_is_refused_by_name(name, directory):
     make, error, text = REFUSED[name]
