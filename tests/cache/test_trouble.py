@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,19 +95,6 @@ def test_caches_leave_no_descriptor_thread_or_lock(tmp_path, count, close):
         time.sleep(0.01)
     assert held() <= before
     assert not any(in_use_elsewhere(path) for path in tmp_path.glob("cache-*/gen-*"))
-
-
-def test_an_epoch_ends_well_though_the_directory_cannot_be_listed(tmp_path, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    expected = run(tmp_path / "one", gate="always")
-
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied")
-
-    # Of that module alone: pathlib lists directories in the same way in later Pythons.
-    mine = SimpleNamespace(**vars(os) | {"scandir": refuse})
-    monkeypatch.setattr("egeria_cache.store.disk.budget.os", mine)
-    assert_same(run(tmp_path / "two", gate="always"), expected)
 
 
 @pytest.mark.parametrize("part", ["_engine.detach", "_readers.close", "_store.close"])

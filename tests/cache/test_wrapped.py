@@ -1,18 +1,11 @@
 """Models inside wrappers: the cache takes the wrapper and its names, or the model and its own."""
 
-import copy
-
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from egeria_core import FreezeController
-from egeria_core.policies import StaticPolicy
-from tests.cache.test_auto import Blocks, data, train
+from tests.cache.test_auto import data, train
 from tests.cache.test_filling import frozen_blocks
-from tests.helpers.steps import take_step
 
 
 def test_a_compiled_block_answers_to_both_of_its_names(directory):
@@ -65,37 +58,6 @@ class OneFunction(torch.nn.Module):
 
     def forward(self, x):
         return self.call(x)
-
-
-def test_a_controller_of_a_distributed_model_tells_its_cache(process_group, directory):
-    torch.manual_seed(0)
-    model = Blocks()
-    plain = copy.deepcopy(model)
-
-    def run(model, wrapped, loader, cache):
-        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
-        controller = FreezeController(
-            wrapped, optimizer, cache, policy=StaticPolicy([(4, "blocks.0"), (8, "blocks.1")]),
-            layers=r"stem|blocks\.\d|norm|head",
-        )  # fmt: skip
-        losses = []
-        for _ in range(5):
-            wrapped.train()
-            for x, y in loader:
-                loss = take_step(F.cross_entropy(wrapped(x), y), optimizer)
-                controller.step(loss)
-                losses.append(loss.item())
-            if cache is not None:
-                cache.flush()
-        return losses
-
-    expected = run(plain, plain, EgeriaLoader(data(), batch_size=8), None)
-    wrapped = DistributedDataParallel(model)
-    with ActivationCache(wrapped, directory, gate="always") as cache:
-        ours = run(model, wrapped, EgeriaLoader(data(), batch_size=8, cache=cache), cache)
-        assert cache.boundary == "blocks.1"
-        assert cache.stats().hits > 64
-    assert ours == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_name_that_no_wrapper_explains_is_refused(directory):

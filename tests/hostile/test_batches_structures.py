@@ -122,23 +122,6 @@ def test_batches_of_any_kind_are_served(run, make, whole):
     trained(run, loss, model=model, collate_fn=collating(make))
 
 
-@hostile(served=True)
-@pytest.mark.parametrize("how", ["to", "unpacked", "popped", "ordered"])
-def test_a_mapping_is_moved_unpacked_and_emptied(run, how):
-    def loss(model, batch):
-        if how == "popped":
-            return ce(model, batch.pop("x"), batch.pop("y"))
-        if how == "ordered":
-            return ce(model, batch.popitem(False)[1], batch["y"])
-        return model(**(batch.to("cpu") if how == "to" else batch))
-
-    kind = {"popped": dict, "ordered": collections.OrderedDict}.get(how, Encoding)
-    model = Net()
-    if kind is Encoding:
-        model = net(forward=lambda m, x, y=None: F.cross_entropy(Net.forward(m, x), y))
-    trained(run, loss, model=model, collate_fn=collating(lambda x, y: kind(x=x, y=y)))
-
-
 def put(batch, name, value):
     if isinstance(batch, Holder | types.SimpleNamespace):
         setattr(batch, name, value)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, net, rows, seeded
+from tests.hostile.nets import Net, inputs, labels, net, rows, seeded
 
 # ---- features and inputs that the loop reads --------------------------------------------------
 
@@ -46,31 +45,6 @@ def test_errors_of_a_head_are_the_loops(run, fails):
     model = run.freeze(net(back=back, num_calls=0))
     run.fit(model, run.loader(rows()), 4, catching=(FloatingPointError,))
     run.see(model.num_calls)
-
-
-@hostile
-@pytest.mark.parametrize("name", ["early", "middle"])
-@pytest.mark.parametrize("kind", ["forward", "pre", "later"])
-def test_a_feature_taken_by_a_hook_can_be_read(run, name, kind):
-    model, taken = Net(), {}
-    module = model.get_submodule(name)
-    if kind == "pre":
-        module.register_forward_pre_hook(lambda m, a: taken.update(feature=a[0]))
-    if kind == "forward":
-        module.register_forward_hook(lambda m, a, out: taken.update(feature=out))
-
-    def each_epoch(model, epoch):
-        if epoch == 2 and kind == "later":
-            module.register_forward_hook(lambda m, a, out: taken.update(feature=out))
-
-    def loss(model, batch):
-        value = cross_entropy(model, batch)
-        if taken:
-            run.see(taken["feature"].norm())
-            value = value + taken["feature"].square().mean()
-        return value
-
-    trained(run, loss, model=model, each_epoch=each_epoch, epochs=4)
 
 
 def keeping(model, x):
@@ -112,35 +86,6 @@ def test_what_the_loop_asks_the_model_for_besides_it_gets(run, make, loss):
 
 
 # ---- a boundary that has to be given up -------------------------------------------------------
-
-
-class Packed(nn.Module):
-    """Reads sentences of several lengths through a packed sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.gru = nn.GRU(6, 6, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, tokens, lengths):
-        packed = pack_padded_sequence(
-            self.embed(tokens), lengths, batch_first=True, enforce_sorted=False
-        )
-        h, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
-        return self.head(h.mean(1))
-
-
-@hostile
-@pytest.mark.parametrize("boundary", ["embed", "gru"])
-def test_packed_sequences_pass(run, boundary):
-    generator = seeded(4)
-    tokens = torch.randint(11, (NUM_SAMPLES, 5), generator=generator)
-    lengths = torch.randint(2, 6, (NUM_SAMPLES,), generator=generator)
-    trained(
-        run, lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), model=Packed(), boundary=boundary,
-        data=TensorDataset(tokens, lengths, labels()), shuffle=True,
-    )  # fmt: skip
 
 
 def one_by_one(model, x):

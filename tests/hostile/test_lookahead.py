@@ -2,13 +2,10 @@
 
 import itertools
 import random
-import tempfile
 import threading
-from pathlib import Path
 from queue import Queue
 
 import numpy as np
-import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -111,42 +108,6 @@ def test_an_early_break_leaves_a_lazy_sampler_where_dataloader_does(run):
 
     model = run.freeze(dropping())
     run.fit(model, batches(run.loader(rows(), sampler=sampler)), 1)
-
-
-class Growing(Sampler):
-    """Batches whose size the loop sets."""
-
-    def __init__(self, size=2):
-        self.size = size
-
-    def __len__(self):
-        return NUM_SAMPLES // self.size
-
-    def __iter__(self):
-        batch = []
-        for i in range(NUM_SAMPLES):
-            batch.append(i)
-            if len(batch) >= self.size:
-                yield batch
-                batch = []
-
-
-@hostile
-@pytest.mark.parametrize("when", ["epoch", "step"])
-def test_batches_that_grow_grow_when_the_loop_says_so(run, when):
-    sampler = Growing()
-
-    def batches(loader):
-        for epoch in range(4):
-            if when == "epoch":
-                sampler.size = 2 * (epoch + 1)
-            for number, batch in enumerate(loader):
-                if when == "step" and number == 2:
-                    sampler.size = min(8, sampler.size + 2)
-                run.see(len(batch[0]))
-                yield batch
-
-    run.fit(run.freeze(Net()), batches(run.loader(rows(), batch_sampler=sampler)), 1)
 
 
 SAMPLERS = {
@@ -290,30 +251,6 @@ def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
 
 
 # ---- workers ----------------------------------------------------------------------------------
-
-
-def seeking(data, index):
-    """Open a file on first use, and seek in it: an offset that two processes must not share."""
-    if data.file is None:
-        data.file = data.path.open("rb", buffering=0)
-    data.file.seek(28 * index)
-    first = data.file.read(12)
-    row = np.frombuffer(first + data.file.read(16), np.float32)
-    return torch.from_numpy(row[:6].copy()), int(row[6])
-
-
-@hostile(served=True)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_file_opened_lazily_is_each_workers_own(run, persistent):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        table = np.concatenate([inputs().numpy(), labels().numpy()[:, None]], 1)
-        path.write_bytes(table.astype(np.float32).tobytes())
-        data = made(seeking, path=path, file=None)
-        trained(run, data=data, num_workers=2, persistent_workers=persistent, shuffle=True)
-        run.see(data.file is None)
-        if data.file is not None:
-            data.file.close()
 
 
 def only_in_a_worker(data, index):

@@ -115,21 +115,6 @@ def test_frozen_weights_that_decay_with_zero_gradients_move(run):
     run.see(model)
 
 
-@hostile
-def test_a_gradient_taken_by_hand_for_the_front(run):
-    """`torch.autograd.grad` for a frozen weight that is thawed for the call alone."""
-
-    def loss(model, batch):
-        if run.trace.calls >= 6:
-            model.early.weight.requires_grad_(True)
-            value = F.cross_entropy(model(batch[0]), batch[1])
-            run.see(torch.autograd.grad(value, model.early.weight)[0])
-            model.early.weight.requires_grad_(False)
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    trained(run, loss, epochs=4)
-
-
 # ---- children ---------------------------------------------------------------------------------
 
 
@@ -214,24 +199,6 @@ CHILDREN = {
 @hostile(over=CHILDREN, cases=4)
 def test_a_child_of_the_front_may_change(run, make, change):
     changed(run, change, make())
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.extra = inner, nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.extra(self.inner(x))
-
-
-@hostile
-def test_an_adapter_wraps_the_whole_model_in_mid_run(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    run.fit(model, loader, 2)
-    run.turn()
-    run.fit(Wrapped(model), loader, 2)
 
 
 @hostile

@@ -10,7 +10,7 @@ from torch.optim import swa_utils
 
 from tests.hostile.harness import Run, cross_entropy, hostile, sgd
 from tests.hostile.loops import changed, trained
-from tests.hostile.nets import ConvNet, Net, Normed, images, net, rows
+from tests.hostile.nets import Net, Normed, net, rows
 from tests.hostile.places import WRITES
 
 
@@ -163,25 +163,6 @@ def test_averages_over_a_thawed_past_differ_and_are_used(run):
 
 
 @hostile
-@pytest.mark.parametrize("kind", ["norms behind", "norms of an averaged front"])
-def test_update_bn_moves_what_it_moves(run, kind):
-    """SWA's update of the statistics, over a held front."""
-    if kind == "norms behind":
-        model = net(late=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-        run.freeze(model)
-        loader = run.loader(rows())
-        run.fit(model, loader, 3, each_epoch=lambda epoch: swa_utils.update_bn(loader, model))
-    else:
-        model = run.freeze(ConvNet(), "body")
-        loader = run.loader(images())
-        run.fit(model, loader, 2)
-        averaged = swa_utils.AveragedModel(model)
-        swa_utils.update_bn(loader, averaged)
-        run.see(averaged)
-        run.fit(model, loader, 1)
-
-
-@hostile
 def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
     def loss(model, batch):
         noise = 0.1 * torch.randn_like(model.early.weight)
@@ -191,31 +172,6 @@ def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
         return value
 
     trained(run, loss, epochs=4)
-
-
-OPTIMIZERS = {
-    "AdamW": lambda active: torch.optim.AdamW(active, lr=0.01),
-    "LBFGS": lambda active: torch.optim.LBFGS(active, lr=0.1, max_iter=3),
-}
-
-
-@hostile(over=OPTIMIZERS, served=True)
-def test_any_optimizer_behind_the_boundary_is_served(run, make):
-    model = run.freeze(Net())
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
-    loader = run.loader(rows())
-    for _ in range(3):
-        for batch in loader:
-
-            def closure(batch=batch):
-                optimizer.zero_grad()
-                loss = cross_entropy(model, batch)
-                loss.backward()
-                run.record(loss)
-                return loss
-
-            optimizer.step(closure)
-    run.see(model)
 
 
 # ---- reparametrised fronts --------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import trained
-from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
+from tests.hostile.nets import ConvNet, Net, images, layered, net
 
 
 def looked_at(run, model, look, **kwargs):
@@ -279,15 +279,6 @@ def test_a_gradient_hook_fires_once_a_step(run):
     fired, model = [], Net()
     model.late.weight.register_hook(lambda grad: fired.append(1))
     looked_at(run, model, lambda model: len(fired))
-
-
-@hostile
-def test_a_lazy_head_is_made_by_the_first_call(run):
-    model = run.freeze(net(head=nn.LazyLinear(3)))
-    loader = run.loader(rows())
-    with torch.no_grad():
-        run.see(model(next(iter(loader))[0]))
-    run.fit(model, loader)
 
 
 # ---- state of every kind, behind the boundary and before it --------------------------------------

@@ -194,21 +194,6 @@ class Augmented(torch.utils.data.Dataset):
         return index + torch.rand(3)
 
 
-def test_samples_are_augmented_by_epoch_as_without_accelerate():
-    def loader():
-        return EgeriaLoader(Augmented(), 4, shuffle=False, seed=5)
-
-    accelerator = accelerate.Accelerator(cpu=True)
-    direct, prepared = loader(), accelerator.prepare(loader())
-    epochs = [torch.cat(list(direct)) for _ in range(3)]
-    assert not torch.equal(epochs[0], epochs[1])
-    for epoch in epochs[:2]:
-        assert torch.equal(torch.cat(list(prepared)), epoch)
-    prepared.set_epoch(2)
-    rest = accelerator.skip_first_batches(prepared, 2)
-    assert torch.equal(torch.cat(list(rest)), epochs[2][8:])
-
-
 def test_a_data_set_is_not_looked_through_again_for_each_rebuilt_loader():
     accelerator = accelerate.Accelerator(cpu=True)
     loader = EgeriaLoader(Augmented(), 4, seed=5)

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 
-from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import data as trainer_data
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
@@ -29,7 +27,6 @@ from tests.helpers.lightning_loop import (
     controlled,
     data,
     make,
-    stable_id,
     trainer,
 )
 
@@ -213,24 +210,6 @@ def test_hits_boundary_and_saved_seconds_are_logged(tmp_path):
     assert last["egeria/hit_rate"] == pytest.approx(96 / 144)
     assert "egeria/saved_s" in last
     assert last["egeria/boundary"] == [n for n, _ in model.named_modules()].index("backbone")
-
-
-@pytest.mark.parametrize("update", [
-    fabric_data._update_dataloader, trainer_data._update_dataloader,
-], ids=["fabric", "trainer"])  # fmt: skip
-def test_a_loader_that_is_built_anew_keeps_its_arguments(tmp_path, update):
-    with ActivationCache(nn.Linear(6, 1), tmp_path) as cache:
-        ours = EgeriaLoader(
-            data(), BATCH, cache=cache, seed=7, name="mine", augmentation_variants=3,
-            sample_id=stable_id, sample_version=len, num_workers=0, drop_last=True,
-        )  # fmt: skip
-        sampler = DistributedSampler(data(), 2, 1)
-        anew = update(ours, sampler)
-    names = ("cache", "seed", "name", "augmentation_variants", "sample_id", "sample_version",
-             "batch_size", "drop_last", "dataset")  # fmt: skip
-    assert type(anew) is EgeriaLoader
-    assert anew.sampler is sampler
-    assert {n: getattr(anew, n) for n in names} == {n: getattr(ours, n) for n in names}
 
 
 def run_on_two_processes(directory, strategy, what):

@@ -127,14 +127,6 @@ def test_adapters_everywhere_are_refused_by_name(tmp_path):
     assert train(model, DataLoader(Texts(), 4)) == train(make(None), DataLoader(Texts(), 4))
 
 
-def test_an_adapter_before_the_boundary_is_refused_by_name(tmp_path):
-    model = make((0, 3))
-    with ActivationCache(model, tmp_path, BOUNDARY, gate="always") as cache:
-        loader = EgeriaLoader(Texts(), 4, cache=cache)
-        with pytest.raises(BoundaryError, match=r"layers\.0\.self_attn\..*lora_[AB].*trainable"):
-            train(model, loader, epochs=1)
-
-
 def test_a_frozen_adapter_in_the_front_is_part_of_it(tmp_path):
     losses, plain, stats = both(tmp_path, prior=True)
     assert losses == plain

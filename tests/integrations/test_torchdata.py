@@ -6,10 +6,7 @@ iterators with states of their own.
 """
 
 import copy
-import gc
-import json
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import (
@@ -205,29 +202,6 @@ def test_a_state_at_either_end_of_an_epoch_leaves_what_is_left(kind, moment, wor
         assert rest == run(lambda: theirs(workers, **options()), moment)[2]
 
 
-@pytest.mark.parametrize("kind", [*FIXED, *FREE])
-def test_a_state_may_be_taken_up_twice(kind):
-    """Resume, go on a little, and resume from there: as after every preemption, through JSON."""
-    options = (FIXED | FREE)[kind]
-    torch.manual_seed(1)
-    whole, epoch, state = ours(0, **options()), [], None
-    for (rows,) in whole:
-        epoch.append(rows.tolist())
-        state = copy.deepcopy(whole.state_dict()) if len(epoch) == 1 else state
-    found = epoch[:1]
-    for stop in (1, 9):
-        loader = ours(0, **options())
-        if kind != "torchdata's random":
-            state = json.loads(json.dumps(state))
-        loader.load_state_dict(state)
-        for number, (rows,) in enumerate(loader, 1):
-            found.append(rows.tolist())
-            if number == stop:
-                state = copy.deepcopy(loader.state_dict())
-                break
-    assert found == epoch
-
-
 @pytest.mark.parametrize("kind", ["place", "epochs", "batches"])
 def test_a_sampler_with_a_state_is_resumed_while_batches_are_served(tmp_path, kind):
     """The look-ahead must not have moved the state that is saved."""
@@ -252,14 +226,6 @@ def test_a_sampler_with_a_state_is_resumed_while_batches_are_served(tmp_path, ki
         resumed.load_state_dict(state)
         rest = [rows + 0 for (rows,) in resumed]
     assert [rows.tolist() for rows in rest] == [rows.tolist() for rows in epoch[2:]]
-
-
-def test_a_snapshot_every_n_steps_has_no_meaning_here():
-    """StatefulDataLoader asks its workers for a state every n batches; ours has none in them."""
-    with pytest.raises(TypeError, match="snapshot_every_n_steps"):
-        EgeriaLoader(DATA, BATCH, snapshot_every_n_steps=5)
-    whole = run(lambda: theirs(2, batch_size=BATCH, snapshot_every_n_steps=3), 2)
-    assert whole[2] == run(lambda: ours(2, batch_size=BATCH), 2)[2]
 
 
 class Numbers(IterableDataset):
@@ -386,20 +352,3 @@ def test_persistent_workers_do_not_change_the_order_of_a_resumed_run(moment, see
         if moment != WHOLE:
             assert batches(again) == following
     assert len(epoch + rest) == WHOLE
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_workers_end_with_their_loader_whatever_its_sampler(seed):
-    """A cycle would leave them to the garbage collector, and to a time-out of five seconds."""
-    before = {child.pid for child in psutil.Process().children()}
-    loader = ours(2, seed, batch_size=BATCH, sampler=Place(), persistent_workers=True)
-    batches(loader)
-    workers = {child.pid for child in psutil.Process().children()} - before
-    gc.disable()
-    try:
-        del loader
-        alive = {child.pid for child in psutil.Process().children()}
-    finally:
-        gc.enable()
-    assert len(workers) >= 2
-    assert not alive & workers

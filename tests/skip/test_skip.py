@@ -1,8 +1,6 @@
 """The way of a batch: hits, misses, mixed batches, moves of the boundary, guards."""
 
 import copy
-import io
-import pickle
 
 import torch
 import torch.nn.functional as F
@@ -171,22 +169,6 @@ def test_a_changed_prefix_is_noticed_before_anything_stale_is_served():
     assert harness.host.num_loads > num_loads, "cut again once the weights are still"
 
 
-def test_the_prefix_is_held_while_a_new_cut_has_to_wait():
-    harness = make()
-    assert_same_run(harness, call, BATCHES)
-    scale(harness.model)
-    for name in ("block2", "block3"):  # one move right after the other: no batch between them
-        harness.model.get_submodule(name).requires_grad_(False).train()
-        harness.engine.set_boundary(name)
-    harness.model.train()
-    before = harness.model.block2[1].running_mean.clone()
-    step(harness.model, call, harness.batch(range(8)))
-    assert harness.host.changes
-    assert harness.engine.cut is None
-    assert torch.equal(harness.model.block2[1].running_mean, before)
-    assert not harness.model.block2.training
-
-
 def test_weights_that_keep_moving_are_given_up_with_growing_patience():
     harness = make()
     num_dry_runs = 0
@@ -203,19 +185,3 @@ def test_weights_that_keep_moving_are_given_up_with_growing_patience():
 
 
 # ---- the model stays the user's ---------------------------------------------------------------
-
-
-def test_copies_pickles_and_state_dicts_of_the_model_stay_plain():
-    harness = make()
-    assert_same_run(harness, call, BATCHES)
-    twin = copy.deepcopy(harness.model)
-    assert twin.forward.__func__ is Net.forward
-    assert twin.forward.__self__ is twin
-    buffer = io.BytesIO(pickle.dumps(harness.model))
-    loaded = pickle.load(buffer)
-    x = harness.plain(range(8))["x"]
-    for model in (twin, loaded):
-        model.eval()
-        assert torch.equal(model(x), Net.forward(harness.model.eval(), x))
-        assert model.state_dict().keys() == Net().state_dict().keys()
-    twin.load_state_dict(harness.model.state_dict())
