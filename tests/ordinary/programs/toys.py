@@ -130,6 +130,15 @@ class VisionTransformer(nn.Module):
             x = block(x)
         return self.norm(x)[:, 0]
 
+    def get_intermediate_layers(self, x, n=1):
+        x = self.prepare_tokens(x)
+        output = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if len(self.blocks) - i <= n:
+                output.append(self.norm(x))
+        return output
+
     def forward(self, x):
         return self.head(self.forward_features(x))
 
