@@ -76,33 +76,6 @@ def test_looking_at_shape_dtype_and_device_loads_nothing(hit):
 
 @KINDS
 @pytest.mark.parametrize(
-    ("op", "key"),
-    [
-        (lambda x: x.to("cpu"), ""),
-        (lambda x: x.to("cpu", non_blocking=True).contiguous().detach().clone(), ""),
-        (lambda x: x.double(), "double()"),
-        (lambda x: x.to(torch.float16), "to(torch.float16)"),
-        (lambda x: x / 255, "__truediv__(255,)"),
-        (lambda x: (x.double() * 2).sub(1), "double();mul(2,);sub(1,)"),
-    ],
-)
-def test_recorded_operations_keep_the_samples_and_give_the_same_values(hit, op, key):
-    x, loads = make_batch(hit)
-    y = op(x)
-    assert isinstance(y, BatchTensor)
-    assert y.batch is x.batch
-    assert y.chain_key.replace("__truediv__", "div").replace("__mul__", "mul") == key.replace(
-        "__truediv__", "div"
-    ).replace("__mul__", "mul")
-    assert loads == []
-    assert y.dtype == op(RAW).dtype
-    assert torch.equal(y.full(), op(RAW))
-    if hit == SOME:
-        assert torch.equal(y.misses(), op(RAW)[[1, 2]])
-
-
-@KINDS
-@pytest.mark.parametrize(
     "op",
     [
         lambda x: x + torch.ones(4, 3, 2),
@@ -133,32 +106,6 @@ def test_any_other_function_sees_plain_data(hit, op):
     y = op(x)
     assert type(y) is Tensor
     assert torch.equal(y, op(RAW))
-
-
-AND_BACK = {
-    "one more": lambda x: x[None].squeeze(0),
-    "turned twice": lambda x: x.transpose(0, 2).transpose(0, 2),
-    "three dimensions": lambda x: x.permute(2, 0, 1).unsqueeze(0).squeeze(0).permute(1, 2, 0),
-    "flattened": lambda x: x.view(-1).view(-1, 3, 2),
-}
-
-
-@KINDS
-@pytest.mark.parametrize("op", AND_BACK.values(), ids=AND_BACK)
-def test_views_that_put_rows_elsewhere_and_back_keep_the_samples(hit, op):
-    x, calls = make_batch(hit)
-    y = op(x)
-    assert type(y) is type(x)
-    assert y.intact
-    assert not (calls and hit is not None)
-    assert torch.equal(
-        y.rows(
-            np.array([False, True, False, True]),
-            y.batch.load_rows(np.array([False, True, False, True])),
-        ),
-        RAW[[1, 3]],
-    )
-    assert torch.equal(y.full(), RAW)
 
 
 @KINDS
@@ -382,38 +329,6 @@ def test_looking_at_the_data_through_another_name_changes_nothing(hit):
     assert x.numpy().sum() == RAW.sum()
     assert float(x.data.sum()) == RAW.sum()
     assert x.intact
-
-
-SHAPES = {
-    "unsqueeze_": lambda x: x.unsqueeze_(1),
-    "transpose_": lambda x: x.transpose_(1, 2),
-    "squeeze_": lambda x: x.unsqueeze_(1).squeeze_(1),
-    "resize_": lambda x: x.resize_(4, 6),
-    "data": lambda x: setattr(x, "data", torch.zeros(4, 3, 2)),
-}
-
-
-@KINDS
-@pytest.mark.parametrize("kind", SHAPES)
-def test_statements_that_change_a_shape_change_that_very_tensor(hit, kind):
-    x, _ = make_batch(hit)
-    held, plain = [x], RAW.clone()
-    SHAPES[kind](x)
-    SHAPES[kind](plain)
-    assert torch.equal(x, plain)
-    assert torch.equal(held[0], plain)
-    assert type(x) is Tensor
-
-
-@KINDS
-def test_what_is_detached_for_a_gradient_leaves_the_leaf_as_it_is(hit):
-    x, _ = make_batch(hit)
-    y = x.detach().requires_grad_()
-    (y * y).sum().backward()
-    assert torch.equal(y.grad, 2 * RAW)
-    assert isinstance(x, BatchTensor)
-    assert x.intact
-    assert type(torch.nn.Parameter(x)) is torch.nn.Parameter or type(x) is Tensor
 
 
 IN_PLACE = {

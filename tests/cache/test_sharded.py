@@ -246,30 +246,6 @@ def in_bf16(rank: int, directory: Path) -> dict[str, Any]:
     return {"losses": losses, "hits": hits}
 
 
-def checkpoints(rank: int, directory: Path) -> list[float]:
-    """Saved in each state, and loaded into a fresh model: how far the weights are apart."""
-    model = shard(Blocks())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    apart = []
-    with ActivationCache(model, directory / "cache", gate="always") as cache:
-        loader, _ = samples(directory, rank, dist.get_world_size(), cache)
-        for state, boundary in enumerate([None, "blocks.1", None]):
-            freeze(model, 2 if boundary else 0)
-            cache.set_boundary(boundary)
-            train(model, optimizer, loader)
-            place = directory / f"checkpoint{state}"
-            weights, moments = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=place)
-            fresh = shard(Blocks())
-            other = torch.optim.AdamW(fresh.parameters(), 0.01)
-            weights, moments = get_state_dict(fresh, other)
-            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=place)
-            set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=moments)
-            ours, theirs = whole(model), whole(fresh)
-            apart += [float((ours[name] - theirs[name]).abs().max()) for name in ours]
-    return apart
-
-
 def resumed(rank: int, directory: Path) -> dict[str, Any]:
     """Stopped in mid-epoch with a frozen front, and taken up by other objects."""
     losses: list[float] = []
@@ -309,7 +285,7 @@ def resumed(rank: int, directory: Path) -> dict[str, Any]:
 
 
 def several(rank: int, directory: Path) -> dict[str, Any]:
-    cases = (bytes_of_hits, by_itself, uneven, by_hand, in_bf16, checkpoints, resumed)
+    cases = (bytes_of_hits, by_itself, uneven, by_hand, in_bf16, resumed)
     return {case.__name__: case(rank, directory / case.__name__) for case in cases}
 
 
@@ -366,10 +342,6 @@ def test_mixed_precision_gives_the_same_losses(ranks: Any) -> None:
         assert rank["in_bf16"]["hits"] == 32
         assert cached == pytest.approx(plain, abs=1e-2)
         assert cached[:4] == plain[:4]
-
-
-def test_distributed_checkpoints_are_whole_in_each_state(ranks: Any) -> None:
-    assert all(max(rank["checkpoints"]) == 0 for rank in ranks)
 
 
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(ranks: Any) -> None:

@@ -140,19 +140,3 @@ def test_a_run_resumed_in_mid_epoch_goes_on_with_fresh_draws(tmp_path):
     rest, stats, _ = train(data, tmp_path / "b", state=state, epochs=3)
     torch.testing.assert_close(rest, whole[9:], rtol=1e-6, atol=1e-7)
     assert stats.hits > SIZE
-
-
-def test_images_that_the_loop_writes_to_are_not_stored_as_they_were(tmp_path):
-    torch.manual_seed(0)
-    model = Model()
-    with ActivationCache(model, tmp_path, boundary="auto", gate="always") as cache:
-        loader = EgeriaLoader(Noisy("label"), 8, cache=cache, seed=3)
-        for _ in range(3):
-            for images, prompts, _ in loader:
-                plain = images.clone().as_subclass(torch.Tensor) * 2
-                images *= 2
-                model.train()
-                torch.testing.assert_close(
-                    model(images, prompts), model.head(model.front(plain) + model.prompts(prompts))
-                )
-            cache.flush()

@@ -10,18 +10,16 @@ import threading
 import time
 
 import pytest
-import torch
 
 from egeria_cache import (
     ActivationCache,
     BoundaryError,
-    BoundaryMoved,
     EgeriaLoader,
     FrozenFront,
 )
 from egeria_cache.store.disk.claims import in_use_elsewhere
 from egeria_core import ControllerConfig, FreezeController
-from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
+from tests.helpers.nets import Images, frozen_net, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, kill_writer, run
 
 
@@ -44,24 +42,6 @@ def test_trouble_in_mid_run_costs_one_warning(tmp_path, computed, caplog, troubl
     assert_same(result, computed)
     told = [r.levelname for r in caplog.records if r.levelno >= logging.WARNING]
     assert told == [*errors, "WARNING"], caplog.text
-
-
-def test_a_controller_at_an_uncuttable_module_costs_one_warning(tmp_path, caplog):
-    class Centring(type(make_net())):
-        def forward(self, x):
-            return super().forward(x - x.mean(0))
-
-    torch.manual_seed(0)
-    model = Centring()
-    freeze(model, "layer1")
-    with ActivationCache(model, tmp_path, gate="always") as cache:
-        cache.on_boundary_moved(BoundaryMoved(1, "layer1", None, "converged"))
-        loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        train_steps(model, loader, sgd(model), 2)
-        assert cache.stats().hits == 0
-        assert cache.stats().why_not
-    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(warnings) == 1, caplog.text
 
 
 # Caches that nobody closes, directories that cannot be listed, closing that is interrupted.

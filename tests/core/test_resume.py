@@ -214,19 +214,6 @@ def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
     assert len(run.controller.history.of("evaluator_lost")) == 1
 
 
-def test_dropped_evaluations_are_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from egeria_core.reference import InlineEvaluator
-
-    monkeypatch.setattr(InlineEvaluator, "submit", lambda *args: False)
-    run = Run(evaluate_every=1, bootstrap=None)
-    run.train(range(45))
-    assert caplog.text.count("were dropped") == 1
-    assert len(run.controller.history.of("dropped")) > 30
-    assert run.controller.schedule() == []
-
-
 def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(bootstrap=None)
     run.train(range(3))
@@ -275,22 +262,6 @@ def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
     assert len(run.controller.history.of("bootstrap")) == 10
     with pytest.raises(ValueError, match="loss"):
         run.controller.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"evaluate_every": 0}, "evaluate_every"),
-        ({"window": 1}, "window"),
-        ({"tolerance": 0.0}, "tolerance"),
-        ({"reference": "int4"}, "reference must be 'auto', 'int8'"),
-        ({"evaluator": "cloud"}, "evaluator must be"),
-        ({"bootstrap": "never"}, "bootstrap must be"),
-    ],
-)
-def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Run(**options)
 
 
 # Dynamo itself asks a tensor for its grad while it traces a call out of the graph.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from egeria_core import FreezeController, StaticPolicy, Suggestion, Trial, suggest_boundary
+from egeria_core import FreezeController, StaticPolicy, Suggestion, suggest_boundary
 from tests.helpers.core_nets import ResNet, batch, mlp
 
 LAYERS = ["0", "2", "4", "6"]
@@ -155,7 +155,3 @@ def test_what_cannot_be_probed_is_told() -> None:
     model.extra = model[0].weight * 2  # type: ignore[assignment]
     with pytest.raises(ValueError, match="Sequential cannot be copied"):
         suggest_boundary(model, lambda model, policy: None, lambda model: 0.0)
-
-
-def trial(boundary: str, harm: float) -> Trial:
-    return Trial(boundary=boundary, score=1.0, harm=harm, frozen_parameters=0.25)

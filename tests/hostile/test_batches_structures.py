@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import ce, trained
@@ -23,7 +23,6 @@ from tests.hostile.nets import (
     NUM_SAMPLES,
     Net,
     Pairs,
-    inputs,
     labels,
     made,
     net,
@@ -203,24 +202,6 @@ def test_a_batch_may_hold_more_than_rows(run, extra, whole):
 @hostile(over=ODD)
 def test_odd_companions_of_a_batch_are_served_or_told(run, extra):
     with_extra(run, extra, whole=False)
-
-
-@hostile(served=True)
-def test_names_lists_and_numbers_of_samples_are_served(run):
-    def get(data, i):
-        return {"x": data.x[i], "y": int(data.y[i]), "name": f"row {i}", "tags": ["a", f"b{i}"]}
-
-    def loss(model, batch):
-        run.see("".join(batch["name"]) + "".join(batch["tags"][1]))
-        return ce(model, batch["x"], batch["y"])
-
-    trained(run, loss, data=made(get))
-
-
-@hostile(served=True)
-def test_input_and_target_of_an_autoencoder_are_one_tensor(run):
-    model = net(head=nn.Linear(8, 6))
-    trained(run, lambda m, x: F.mse_loss(m(x[0]), x[0]), model=model, data=TensorDataset(inputs()))
 
 
 class Sequences(nn.Module):
@@ -449,18 +430,6 @@ def test_tensors_of_any_kind_pass(run, collate, where):
         return ce(model, x if where == "model" else to_dense(x), y)
 
     trained(run, loss, model=model, collate_fn=collate)
-
-
-@hostile
-def test_rows_padded_to_the_longest_of_their_batch_pass(run):
-    class Ragged(Pairs):
-        def __getitems__(self, indices):
-            lengths = [2 + i % 4 for i in indices]
-            rows = [self.x[i, :length] for i, length in zip(indices, lengths, strict=True)]
-            return [*zip(nn.utils.rnn.pad_sequence(rows, True), self.y[indices], strict=True)]
-
-    model = net(forward=lambda m, x: Net.forward(m, F.pad(x, (0, 6 - x.shape[1]))))
-    trained(run, model=model, data=Ragged(), shuffle=True)
 
 
 @hostile

@@ -1,9 +1,7 @@
 """A front that is no function of the sample, though one look at one batch does not show it."""
 
-import functools
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +18,6 @@ from tests.hostile.nets import (
     labels,
     net,
     rows,
-    seeded,
 )
 from tests.hostile.places import WRITES
 
@@ -283,19 +280,6 @@ def test_rare_randomness_around_the_boundary_is_seen_or_found(run, rare):
     trained(run, model=net(front=front), epochs=6)
 
 
-OWN = {
-    "torch": lambda: functools.partial(torch.rand, (), generator=seeded(3)),
-    "numpy": lambda: np.random.default_rng(3).random,
-    "python": lambda: random.Random(3).random,
-}
-
-
-@hostile(over=OWN)
-def test_a_generator_of_the_fronts_own_goes_on(run, make):
-    front = lambda m, x: Net.front(m, x * (1 + float(m.draw())))  # noqa: E731
-    trained(run, model=net(front=front, draw=make()), epochs=4)
-
-
 @hostile
 def test_dropout_by_function_that_is_always_on_is_seen(run):
     front = lambda m, x: m.middle(F.dropout(torch.tanh(m.early(x)), 0.3, training=True))  # noqa: E731
@@ -311,25 +295,6 @@ def test_norms_of_the_front_stand_still_over_batches_that_are_not_known(run, kin
     batches = [(x[:8], y[:8]), (x[8:16], y[8:16])]
     loss = lambda m, b: ce(m, 0.7 * b[0] + 0.3 * b[0].flip(0), b[1])  # noqa: E731
     run.fit(model, run.loader(images()) if kind == "mixed" else batches, 3, loss=loss)
-
-
-@hostile
-def test_a_front_with_batch_statistics_as_such_is_right(run):
-    """`track_running_stats=False`: also in inference mode a mean over the batch."""
-    norm = nn.BatchNorm1d(8, track_running_stats=False)
-    trained(run, model=net(early=nn.Sequential(nn.Linear(6, 8), norm)), shuffle=True)
-
-
-@hostile
-def test_a_memory_bank_that_the_front_reads_is_read(run):
-    def forward(model, x):
-        out = Net.forward(model, x)
-        model.bank.lerp_(x.mean(0), 0.1)
-        return out
-
-    model = net(forward=forward, front=lambda m, x: Net.front(m, x + m.bank))
-    model.register_buffer("bank", torch.zeros(6))
-    trained(run, model=model, epochs=4)
 
 
 @hostile

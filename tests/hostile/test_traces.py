@@ -64,17 +64,6 @@ def following_first(model, x):
     return model.back(model.front(x))
 
 
-def normalising(model, h):
-    model.head.weight.data = F.normalize(model.head.weight.data)
-    return h
-
-
-def noisy(model, h):
-    with torch.no_grad():
-        model.late.weight.add_(0.01 * torch.randn_like(model.late.weight))
-    return h
-
-
 def penalising(model, h):
     if model.training:
         (0.05 * model.head.weight.square().sum()).backward()
@@ -114,8 +103,6 @@ def averaging_in_a_closure():
 HEADS = {
     "a tensor in a closure": averaging_in_a_closure,
     "an average of weights": with_average,
-    "weights that are normalised": lambda: headed(normalising),
-    "weights with noise": lambda: headed(noisy),
     "gradients": lambda: headed(penalising),
 }
 
@@ -166,14 +153,6 @@ def test_weights_that_a_front_moves_are_refused_by_name(kind):
     make, why = MOVING[kind]
     TALLY["calls"] = 0
     judge(lambda run: trained(run, model=make()), told=why)
-
-
-@hostile
-@pytest.mark.parametrize("name", ["early", "middle", "late", ""])
-def test_hooks_of_the_user_are_called_once_a_step(run, name):
-    model, calls = Net(), []
-    model.get_submodule(name).register_forward_hook(lambda m, a, out: calls.append(1) or None)
-    looked_at(run, model, lambda model: len(calls))
 
 
 def idle(model, x):
@@ -369,30 +348,7 @@ def in_globals(m):
     return act, lambda m: [TALLY["calls"], ARRAY, *BOX.seen, BOX.total, BOX.bank]
 
 
-ARRAY, BOX, LOOP = np.zeros(4), types.SimpleNamespace(), {}
-
-
-class Tracker:
-    """Slots, a reference back to the model, and a constructor that acts."""
-
-    __slots__ = ("model", "seen")
-    num_made = 0
-
-    def __init__(self, model):
-        Tracker.num_made += 1
-        self.model, self.seen = model, []
-
-
-def slots(m):
-    Tracker.num_made = 0
-    m.kept = [Tracker(m)]  # in a list: what is no module's own attribute
-
-    def act(m, h):
-        m.kept[0].seen.append(h.shape)
-        m.kept[0].model.flag = len(m.kept[0].seen)
-        return h
-
-    return act, lambda m: [str(m.kept[0].seen), m.flag, Tracker.num_made]
+ARRAY, BOX = np.zeros(4), types.SimpleNamespace()
 
 
 def noted(count, module, args):
@@ -419,39 +375,10 @@ def defaults_and_cells(m):
     return lambda m, h: counted(h), lambda m: [num_calls[0], counted.__defaults__[0].get("n", 0)]
 
 
-def settling(m):
-    m.mask = None
-
-    def act(m, h):
-        if m.mask is None:
-            m.mask = torch.ones(h.shape[1:])
-        return h * m.mask
-
-    return act, lambda m: [m.mask]
-
-
 def drawing(m):
     """Draws from every global generator."""
     act = lambda m, h: h * (random.random() + float(np.random.rand())) + torch.rand(1)  # noqa: E731
     return act, lambda m: [torch.get_rng_state(), str(random.getstate())]
-
-
-def generators_of_a_closure(m):
-    """They belong to no module, and move with every call."""
-    ours, arrays = torch.Generator().manual_seed(3), np.random.default_rng(3)
-    act = lambda m, h: h * torch.rand(1, generator=ours) + float(arrays.random())  # noqa: E731
-    return act, lambda m: [ours.get_state(), str(arrays.bit_generator.state)]
-
-
-def by_a_global(m):
-    """The model refers to itself by a global."""
-    LOOP["model"], m.calls = m, 0
-
-    def act(m, h):
-        LOOP["model"].calls += 1
-        return h
-
-    return act, lambda m: [m.calls]
 
 
 def with_state(make, name):
@@ -474,8 +401,7 @@ def seen(run, make, name):
     trained(run, loss, model=model, epochs=4)
 
 
-STATES = (generators, queues, banks, of_the_class, in_globals, slots, hooks, defaults_and_cells,
-          settling, drawing, generators_of_a_closure, by_a_global)  # fmt: skip
+STATES = (generators, queues, banks, of_the_class, in_globals, hooks, defaults_and_cells, drawing)
 STATES = {make.__name__: make for make in STATES}
 
 

@@ -186,18 +186,3 @@ def test_a_frozen_run_resumed_anywhere_is_the_uninterrupted_one(
     torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
     # The first batch of a process shows what the store holds: it is computed once more.
     assert hits - 8 <= hits_before + hits_after <= hits
-
-
-@pytest.mark.parametrize("cut", [8, 13, 18])
-@pytest.mark.parametrize("workers", [(0, 1), (1, 0)])
-def test_a_boundary_set_in_mid_run_keeps_its_versions_through_a_resume(
-    tmp_path, uninterrupted, cut, workers
-):
-    settings = {"moves": {7: "layer1"}, "variants": 2}
-    whole, hits, _ = uninterrupted(**settings)
-    assert hits > 0
-    before, hits_before, state = train(tmp_path, until=cut, workers=workers[0], **settings)
-    after, hits_after, _ = train(tmp_path, state=state, workers=workers[1], **settings)
-    torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
-    # A worker is given its first two batches before the model shows what the store holds.
-    assert hits - 8 * (1 + 2 * max(workers)) <= hits_before + hits_after <= hits

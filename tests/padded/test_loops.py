@@ -224,17 +224,6 @@ def test_samples_that_are_augmented_at_random(directory, draws):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16(directory):
-    def step(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            return classify(model, batch)
-
-    with both(directory, Encoder, Sentences(40), pad_right, step=step) as stack:
-        plain, served = (run.epochs(3) for run in stack.runs)
-        torch.testing.assert_close(served.losses, plain.losses, rtol=1e-2, atol=1e-2)
-        assert served.hits == [0, 40, 40]
-
-
 def loop_pools(how: Callable[..., Any]) -> Callable[..., Any]:
     def step(model: nn.Module, batch: Any) -> Any:
         tokens, labels = batch
@@ -343,33 +332,6 @@ def test_what_reads_padding_is_refused_by_name(directory, what, caplog):
     assert served.hits == [0, 0, 0]
     assert told in served.stats.why_not
     assert caplog.text.count("padded batches are not cached") == 1
-
-
-def test_a_frozen_model_whose_output_a_head_of_the_loop_averages(directory):
-    """Its output has no gradient of its own; the loss is seen all the same."""
-    for pool, hits in ((lambda h, _: h.mean(1), [0, 0, 0]), (masked_mean, [0, 40, 40])):
-        losses = []
-        for place in (None, directory / str(hits[1])):
-            torch.manual_seed(3)
-            head = nn.Linear(16, 3)
-
-            def step(model, batch, pool=pool, head=head):
-                loss = F.cross_entropy(head(pool(model(batch[0]), batch[0])), batch[1])
-                loss.backward()
-                with torch.no_grad():
-                    for parameter in head.parameters():
-                        parameter -= 0.1 * parameter.grad
-                        parameter.grad = None
-                return loss.detach().requires_grad_()
-
-            front = ("embed", "layers", "head", "layers.2")  # all of it
-            run = Run(lambda: Encoder(pool="none"), Sentences(40), pad_right, place,
-                      front=front, step=step).epochs(3)  # fmt: skip
-            losses.append(run.losses)
-            if run.cache is not None:
-                assert run.hits == hits
-                run.cache.close()
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
 SORTED = {

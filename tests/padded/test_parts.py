@@ -6,18 +6,17 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from egeria_cache import EgeriaLoader
-from egeria_cache.batch import Axis, Lengths, Padding, flatten
+from egeria_cache.batch import flatten
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
 from egeria_cache.skip.serve.padded import Rule
-from tests.helpers.sentences import Encoder, Sentences, pad_by_eights, pad_left, pad_right
+from tests.helpers.sentences import Encoder, Sentences, pad_left, pad_right
 from tests.padded.test_loops import Run, assert_same
 
 SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=5)
@@ -86,20 +85,6 @@ def leaves(batch, size):
     return flatten(batch, size)[1]
 
 
-@pytest.mark.parametrize("collate", [pad_right, pad_left, pad_by_eights])
-def test_padding_is_found(collate):
-    sizes = (3, 9, 5, 12)
-    samples = [(torch.arange(1, size + 1), i) for i, size in enumerate(sizes)]
-    alone = [leaves(collate([sample]), 1) for sample in samples]
-    found = find_padding(leaves(collate(samples), 4), alone)
-    assert found == Padding((Axis("[0]", 0, collate is pad_left),), {"[0]": 0})
-    own = np.array([[rows["[0]"].shape[1]] for rows in alone])
-    together = leaves(collate(samples), 4)["[0]"]
-    lengths = Lengths(found, own, (together.shape[1],))
-    rows = list(lengths.rows("[0]", together))
-    assert torch.equal(found.padded("[0]", rows, lengths.whole), together)
-
-
 def test_each_leaf_has_a_value_and_a_side_of_its_own():
     def collate(samples):
         longest = max(map(len, samples))
@@ -116,26 +101,6 @@ def test_each_leaf_has_a_value_and_a_side_of_its_own():
     assert found.values == {"['labels']": -100, "['scores']": 0.5, "['square']": 0}
     assert found.dims("['scores']") == ((0, True),)
     assert found.dims("['square']") == ((0, False), (1, False))
-
-
-def test_what_is_no_padding_is_not_taken_for_it():
-    def noisy(samples):
-        longest = max(map(len, samples))
-        rows = [F.pad(row, (0, longest - len(row))) for row in samples]
-        return torch.stack(rows) + torch.arange(longest)
-
-    def shortest(samples):
-        size = min(map(len, samples))
-        return torch.stack([row[:size] for row in samples])
-
-    def longer(samples):
-        longest = max(map(len, samples)) + len(samples) - 1
-        return torch.stack([F.pad(row, (0, longest - len(row))) for row in samples])
-
-    samples = [torch.arange(1, size + 1) for size in (2, 5, 3)]
-    for collate in (noisy, shortest, longer):
-        alone = [leaves(collate([sample]), 1) for sample in samples]
-        assert find_padding(leaves(collate(samples), 3), alone) is None
 
 
 # Any order of events in training on padded batches, against the same training without a cache.
