@@ -1,94 +1,14 @@
-"""The rivals against hand-made traces: loops that do without any of the package's own code."""
+"""The schedules of rivals against their formulas, worked out by hand."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from benchmarks.rivals import (
-    FreezeOutPolicy,
-    LinearPolicy,
-    PipeTransformerPolicy,
-)
-from egeria_core import FreezeController, Policy
+from benchmarks.rivals import LinearPolicy, PipeTransformerPolicy
+from egeria_core import Policy
 from egeria_core.policies import Reading
-from tests.helpers.core_nets import batch, mlp
-from tests.helpers.steps import take_step
-
-LAYERS = ["0", "2", "4", "6"]
-STEPS = 24
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return mlp(64, 32, 16, 16, 10)
-
-
-def loss_at(net: nn.Module, step: int) -> Tensor:
-    x, y = batch(step)
-    return F.cross_entropy(net(x.flatten(1)), y)
-
-
-def run(policy: Policy, make: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, FreezeController]:
-    net = model()
-    optimizer = make(net.parameters())
-    # On so few steps hardly any move pays; which are asked for is what is tested.
-    options: dict[str, Any] = {"layers": LAYERS, "total_steps": STEPS, "move_cost": 1e-9}
-    controller = FreezeController(net, optimizer, policy=policy, **options)
-    for step in range(STEPS):
-        controller.step(take_step(loss_at(net, step), optimizer))
-    controller.close()
-    return net, optimizer, controller
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=1e-3)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_freezeout_equals_a_loop_with_one_annealed_group_per_layer(make: Any, scaled: bool) -> None:
-    net, optimizer, controller = run(FreezeOutPolicy(scaled=scaled), make)
-
-    hand = model()
-    ends = [(0.8 + 0.2 * i / 4) ** 3 for i in range(3)] + [1.0]
-    groups = [list(hand[2 * i].parameters()) for i in range(4)]
-    by_hand = make([{"params": group} for group in groups])
-    full = optimizer.param_groups[0]["lr"]
-    for step in range(STEPS):
-        t = step / STEPS
-        for group, end in zip(by_hand.param_groups, ends, strict=True):
-            first = full / end if scaled else full
-            group["lr"] = 0.5 * first * (1 + math.cos(math.pi * t / end)) if t < end else 0.0
-            if t > end:
-                for parameter in group["params"]:
-                    parameter.requires_grad_(False)
-        by_hand.zero_grad()
-        loss_at(hand, step).backward()
-        by_hand.step()
-    assert same(net, hand)
-    moves = [
-        (math.floor(end * STEPS) + 1, name) for end, name in zip(ends, LAYERS[:3], strict=False)
-    ]
-    assert controller.schedule() == moves
-    assert len(optimizer.param_groups) == 1
-    assert optimizer.param_groups[0]["lr"] == full
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in net.parameters()]
-
 
 ROWS: dict[int, tuple[float | None, ...]] = {
     # L = 9: 3 by the schedule, but the second layer's gradient is the smallest.

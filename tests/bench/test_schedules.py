@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scale import (
-    CLUSTER,
-    JOB,
-    hit_rates,
-    weigh,
-)
+from benchmarks.scale import CLUSTER, JOB, hit_rates, weigh
 from benchmarks.schedules import LAYOUTS, count_bubbles, count_plan
 from egeria_core.pipeline import PipelinePlan
 
@@ -58,23 +53,6 @@ def test_a_plan_costs_what_its_layout_does(schedule: str) -> None:
         )  # fmt: skip
     # A boundary inside a stage: half of its backward is left.
     assert 16 < count_plan(plan.frozen_to(3, "stay", has_front=False)).time < 18
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[str, int, int, int, dict[str, Any]]:
-    schedule = draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
-    ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
-    options: dict[str, Any] = {
-        "minibatches": draw(st.integers(1, 3)), "backward": draw(st.sampled_from([1, 2, 0.5])),
-        "ranks": ranks,
-    }  # fmt: skip
-    stages = ranks
-    if schedule == "Interleaved1F1B":
-        stages *= draw(st.integers(1, 3))
-        microbatches -= microbatches % max(1, microbatches // ranks)
-    if schedule == "1F1B":
-        options["flush"] = draw(st.booleans())
-    return schedule, stages, microbatches, draw(st.integers(0, stages - 1)), options
 
 
 # The simulator of many ranks against measured runs, and against what must hold.

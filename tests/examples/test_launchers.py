@@ -1,4 +1,4 @@
-"""`train.py` under the launchers of others: one job, the same losses, and on after a kill."""
+"""`train.py` under the launchers of others: one job, the same losses."""
 
 from __future__ import annotations
 
@@ -76,25 +76,4 @@ def test_torchx_runs_the_same_job_from_its_config(
 def test_slurm_runs_the_same_job(data: Path, losses: list[object], tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "train.sbatch")
     launched(["sbatch", "--wait", script, *arguments(data, tmp_path / "run")], tmp_path)
-    assert [r.get("loss") for r in log_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-5)
-
-
-@pytest.mark.long
-def test_ray_train_runs_the_same_loop(data: Path, losses: list[object], tmp_path: Path) -> None:
-    ray_train = pytest.importorskip("ray.train.torch")
-    from ray.train import RunConfig, ScalingConfig
-
-    given = arguments(data, tmp_path / "run")
-
-    def loop(_: dict[str, object]) -> None:
-        sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-        import train as again
-
-        if again.main(given):
-            raise RuntimeError("the run has failed")
-
-    ray_train.TorchTrainer(
-        loop, train_loop_config={}, scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
-    ).fit()  # fmt: skip
     assert [r.get("loss") for r in log_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-5)

@@ -1,6 +1,6 @@
 """Lightning's Trainer on a small network; as a script, on two processes.
 
-python -m tests.helpers.lightning_loop ddp_spawn OUTPUT with-cache
+python -m tests.helpers.lightning_loop ddp_spawn OUTPUT cached
 """
 
 import json
@@ -97,18 +97,6 @@ def stable_id(index):
     return f"sample {index}"
 
 
-class FreezeAt(Callback):
-    """What a freeze controller does to a model, and nothing else."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            for parameter in pl_module.backbone.parameters():
-                parameter.requires_grad_(False).grad = None
-
-
 def controlled(cache, step=4):
     policy = StaticPolicy([(step, "backbone")])
     return EgeriaCallback(cache, partial(FreezeController, policy=policy, layers=LAYERS))
@@ -117,16 +105,12 @@ def controlled(cache, step=4):
 def main(strategy, output, what):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    freezes, with_cache = what.endswith("freezing"), what.startswith("cached")
-    model, callbacks = make(frozen=not freezes), [Report(output)]
+    with_cache = what == "cached"
+    model, callbacks = make(), [Report(output)]
     loader = DataLoader(data(), BATCH, shuffle=True)
-    if freezes and not with_cache:
-        callbacks.append(FreezeAt(4))
     if with_cache:
         cache = ActivationCache(model, Path(output, "cache"), gate="always")
-        callbacks.append(
-            controlled(cache) if freezes else EgeriaCallback(cache, boundary="backbone")
-        )
+        callbacks.append(EgeriaCallback(cache, boundary="backbone"))
         loader = EgeriaLoader(
             data(), BATCH, shuffle=True, cache=cache, reuse=None, sample_id=stable_id
         )

@@ -1,9 +1,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -154,43 +151,6 @@ def test_a_directory_that_is_no_cache_exits_2_with_a_reason(tmp_path, capsys):
     assert code == 2
     assert "not an Egeria cache" in shown.err
     assert ask(capsys, tmp_path / "missing")[0] == 2
-
-
-WRITER = """
-    import sys, torch
-    from egeria_cache.store.store import ActivationStore
-    torch.set_num_threads(1)
-    with ActivationStore(sys.argv[1], codec="zstd") as store:
-        for start in range(0, 10**6, 4):
-            store.put_batch(range(start, start + 4), torch.randn(4, 300))
-            store.flush(30)
-            print("go", flush=True)
-"""
-
-
-def test_a_cache_that_another_process_is_writing_can_be_looked_at_and_is_healthy(directory, capsys):
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), directory],
-        stdout=subprocess.PIPE, text=True,
-    ) as run:  # fmt: skip
-        assert run.stdout.readline() == "go\n"
-        counts = []
-        for _ in range(5):
-            code, report = ask_json(capsys, directory)
-            assert code == 0
-            (one,) = report["generations"]
-            assert one["in_use"]
-            code, report = ask_json(capsys, directory, "show", "gen")
-            assert code == 0
-            code, report = ask_json(capsys, directory, "verify")
-            assert (code, report["damage"]) == (0, [])
-            counts.append(report["records"])
-            for _ in range(8):
-                run.stdout.readline()
-        assert ask_json(capsys, directory, "prune", "--unused", "--yes") == (0, {})
-        run.kill()
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
 
 
 # What `cache-inspect` says to people: in a pipe, on a narrow terminal, and where they misspell.

@@ -132,18 +132,3 @@ def test_a_second_run_with_corrected_data_has_its_own_losses(tmp_path, way, chan
     assert expected != pytest.approx(losses, rel=1e-3)  # it makes a difference
     assert found == pytest.approx(expected, rel=1e-5)
     assert hits == 0
-
-
-def test_labels_corrected_between_two_epochs_are_trained_with(tmp_path):
-    def run(loader, cache=None):
-        model = make() if cache is None else cache.model
-        losses = train(loader, cache, model)
-        data = loader.dataset
-        data.data = corrected(data.data.with_format(None)).with_format("torch")
-        return losses + train(loader, cache, model)
-
-    model = make()
-    with ActivationCache(model, tmp_path, "1", gate="always") as cache:
-        found = run(EgeriaLoader(Wrapped(table()), 4, cache=cache), cache)
-        assert cache.stats().hits >= N
-    assert found == pytest.approx(run(DataLoader(Wrapped(table()), 4)), rel=1e-5)

@@ -19,10 +19,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
-from egeria_core import FreezeController
 from tests.helpers.lightning_loop import (
     BATCH,
-    FreezeAt,
     Lit,
     controlled,
     data,
@@ -87,19 +85,6 @@ def test_validation_and_prediction_are_those_without_a_cache(tmp_path):
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
-
-
-def test_a_controller_is_stepped_after_each_optimizer_step(tmp_path):
-    model = make(frozen=False)
-    with ActivationCache(model, tmp_path, gate="always") as cache:
-        callback = controlled(cache)
-        run = trainer(callback, Flush(cache), accumulate_grad_batches=2, max_epochs=5)
-        run.fit(model, loader(cache))
-        assert cache.stats().hits > 0
-        assert cache.boundary == "backbone"
-    assert not model.backbone[0].weight.requires_grad
-    expected = plain_losses(FreezeAt(4), frozen=False, accumulate_grad_batches=2, max_epochs=5)
-    assert model.losses == pytest.approx(expected, rel=1e-5)
 
 
 class NotesLosses:
@@ -236,25 +221,6 @@ def test_two_processes_have_the_losses_of_two_without_a_cache(tmp_path, strategy
         assert rank["sampler"] == plain["sampler"] == "DistributedSampler"
         assert rank["sample_id"] == "stable_id"
         assert rank["hits"] > 0
-
-
-@pytest.mark.long
-def test_a_controller_freezes_on_two_processes_together(tmp_path):
-    ranks = run_on_two_processes(tmp_path / "run", "ddp_fork", "cached-freezing")
-    plain = run_on_two_processes(
-        tmp_path / "plain", "ddp_fork_find_unused_parameters_true", "plain-freezing"
-    )
-    for rank, expected in zip(ranks, plain, strict=True):
-        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert rank["hits"] > 0
-
-
-def test_a_boundary_and_a_controller_exclude_each_other(tmp_path):
-    with (
-        ActivationCache(make(), tmp_path) as cache,
-        pytest.raises(ValueError, match="leave out boundary='backbone'"),
-    ):
-        EgeriaCallback(cache, FreezeController, boundary="backbone")
 
 
 class Direct(Lit):

@@ -1,4 +1,4 @@
-"""Language and speech models of `transformers` on real text, padded as its collators pad."""
+"""Language models of `transformers` on real text, padded as its collators pad."""
 
 from __future__ import annotations
 
@@ -244,65 +244,6 @@ def test_refused_by_name(tmp_path, name):
     torch.testing.assert_close(served, plain, rtol=1e-5, atol=1e-5)
     assert hits == [0, 0, 0]
     assert told in why_not
-
-
-class Sounds(Dataset[Any]):
-    """Waves of differing lengths and texts of differing lengths."""
-
-    def __init__(self, features: int | None) -> None:
-        draw = torch.Generator().manual_seed(2)
-        sizes = torch.randint(1200, 3200, (24,), generator=draw).tolist()
-        shape = (lambda size: (size,)) if features is None else (lambda size: (features, 60))
-        self.sounds = [torch.randn(shape(size), generator=draw) for size in sizes]
-        self.texts = [torch.randint(5, 30, (size // 400,), generator=draw) for size in sizes]
-
-    def __len__(self) -> int:
-        return len(self.sounds)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.sounds[index].clone(), self.texts[index].clone()
-
-
-def collate_waves(samples: Any) -> dict[str, Any]:
-    waves, texts = zip(*samples, strict=True)
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "input_values": pad(waves, batch_first=True),
-        "attention_mask": pad([torch.ones(len(w), dtype=torch.long) for w in waves], True),
-        "labels": pad(texts, batch_first=True, padding_value=-100),
-    }
-
-
-def wav2vec2() -> Any:
-    return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, conv_dim=(16, 16, 16), conv_stride=(5, 2, 2), conv_kernel=(10, 3, 3),
-        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, feat_extract_norm="layer",
-        do_stable_layer_norm=True, hidden_dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0,
-        final_dropout=0.0, apply_spec_augment=False, pad_token_id=0, ctc_zero_infinity=True,
-        ctc_loss_reduction="mean",
-    ))  # fmt: skip
-
-
-SPEECH = {
-    "wav2vec2, features": (wav2vec2, Sounds(None), collate_waves, "wav2vec2.feature_extractor",
-                           ("wav2vec2.feature_extractor",)),
-    "wav2vec2, in the encoder": (
-        wav2vec2, Sounds(None), collate_waves, "wav2vec2.encoder.layers.0",
-        ("wav2vec2.feature", "wav2vec2.encoder.pos", "wav2vec2.encoder.layers.0"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SPEECH)
-def test_speech_is_served_as_computed(tmp_path, name):
-    make, data, collate, boundary, front = SPEECH[name]
-    plain, _, _ = losses(make, data, collate, boundary, front, None)
-    served, hits, why_not = losses(make, data, collate, boundary, front, tmp_path)
-    torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-4)
-    assert hits == [0, len(data), len(data)], why_not
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

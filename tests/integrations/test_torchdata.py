@@ -10,7 +10,6 @@ import copy
 import pytest
 import torch
 from torch.utils.data import (
-    DataLoader,
     IterableDataset,
     Sampler,
     TensorDataset,
@@ -171,15 +170,6 @@ def test_in_mid_epoch_both_loaders_go_on_alike(kind, moment, workers, seed):
         assert (epoch, following, rest, after) == (
             their_epoch, their_following, their_rest, their_after
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", FIXED)
-@pytest.mark.parametrize("seed", [None, 0])
-def test_uninterrupted_the_order_is_dataloaders(kind, workers, seed):
-    plain = DataLoader(DATA, num_workers=workers, **FIXED[kind]())
-    loader = ours(workers, seed, **FIXED[kind]())
-    assert [batches(loader) for _ in range(3)] == [batches(plain) for _ in range(3)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

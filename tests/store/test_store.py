@@ -1,5 +1,4 @@
 import subprocess
-import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,9 +13,7 @@ from egeria_cache.store import writer as writer_module
 from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.records.keys import NO_DRAW
 from egeria_cache.store.records.layout import DTYPES
-from egeria_cache.store.records.record import Rows
 from egeria_cache.store.store import ActivationStore
-from egeria_cache.store.writer import Job, Writer
 from tests.store.conftest import keep, warnings_of
 
 FLUSH_S = 30
@@ -119,40 +116,6 @@ def test_a_closed_store_serves_misses_and_drops_writes(store):
     assert not generation.get_batch([1])[1].any()
     with pytest.raises(StoreError, match="closed"):
         store.open_generation({"a": 1})
-
-
-class Blocked:
-    """A generation whose first commit waits."""
-
-    def __init__(self):
-        self.started, self.go, self.groups = threading.Event(), threading.Event(), []
-
-    def commit(self, jobs):
-        self.groups.append([job.keys for job in jobs])
-        self.started.set()
-        assert self.go.wait(FLUSH_S)
-
-
-def job(target, name, num_bytes=1):
-    made = Job(target, [name], [0], Rows(True, {}))
-    made.num_bytes = num_bytes
-    return made
-
-
-def test_batches_that_waited_are_committed_together_in_order_and_per_generation():
-    one, other = Blocked(), Blocked()
-    other.go.set()
-    writer = Writer()
-    assert writer.submit(job(one, "a"))
-    assert one.started.wait(FLUSH_S)
-    for target, name, size in ((one, "b", 1), (one, "c", 1), (other, "d", 1), (one, "e", 2**30),
-                               (one, "f", 1)):  # fmt: skip
-        assert writer.submit(job(target, name, size))
-    one.go.set()
-    assert writer.flush(FLUSH_S)
-    writer.close(FLUSH_S)
-    assert one.groups == [[["a"]], [["b"], ["c"]], [["e"]], [["f"]]]
-    assert other.groups == [[["d"]]]
 
 
 @pytest.mark.parametrize("width", [4, 20_000], ids=["small", "large"])

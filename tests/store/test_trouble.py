@@ -165,14 +165,6 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(tmp_path, codec, c
     assert num_missed > count / 25  # they did hit something
 
 
-def test_another_generations_records_are_damaged_records_and_not_values(copy):
-    one, other = generation_directories(copy)
-    shutil.copy(other / "data.mdb", one / "data.mdb")
-    assert len(list(verify(one).damage)) == COUNT
-    assert not list(verify(other).damage)
-    assert use(copy) in ([0, COUNT, COUNT, COUNT], [COUNT, COUNT, 0, COUNT])
-
-
 def spoil_tree(path):
     """Overwrite the heads of all pages of the tree, and none of the records."""
     with (path / "data.mdb").open("r+b") as file:
@@ -219,35 +211,6 @@ def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, cod
         assert torch.equal(found["x"][rightly], values["x"][rightly])
         assert found["text"] == [None if one == "7" else one for one in texts]
     assert len(list((tmp_path / "cache").glob("damaged-*"))) == 1
-
-
-def test_a_file_that_was_closed_is_opened_without_a_walk_and_any_other_is_walked(
-    tmp_path, monkeypatch
-):
-    walks = []
-    walk = environment_module.verify
-    monkeypatch.setattr(
-        environment_module,
-        "verify",
-        lambda *args, **kwargs: walks.append(1) or walk(*args, **kwargs),
-    )
-    directory = tmp_path / "cache"
-    fill(directory)
-    with ActivationStore(directory) as store:
-        store.open_generation(FIELDS[0])
-        path = directory / store.open_generation(FIELDS[1]).name
-        assert not walks
-        with ActivationStore(directory) as other:  # in one process, the same environment
-            assert other.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
-        shutil.copytree(directory, tmp_path / "killed")  # it is open
-    assert not walks
-    assert use(tmp_path / "killed") == [COUNT] * 4
-    assert len(walks) == 2
-    assert use(directory) == [COUNT] * 4
-    assert len(walks) == 2
-    os.utime(path / "data.mdb")
-    assert use(directory) == [COUNT] * 4
-    assert len(walks) == 3
 
 
 def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
@@ -518,26 +481,6 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
 # -- processes -------------------------------------------------------------------------------
 
 
-TROUBLED = {
-    "little address space": """
-        size = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
-        with ActivationStore(sys.argv[1], codec="raw") as store:
-            generation = store.open_generation({"boundary": "a"})
-            assert generation.get_batch(range(24))[1].all()
-            for start in range(100, 4000, 100):
-                generation.put_batch(range(start, start + 100), {"x": torch.ones(100, 10_000)})
-                assert store.flush(60)
-            assert generation.get_batch(range(24))[1].all()
-    """,
-}
-
-
-@pytest.mark.parametrize("code", TROUBLED.values(), ids=TROUBLED)
-def test_a_process_in_trouble_trains_on(copy, code):
-    run_to_its_end(code, copy)
-
-
 def test_a_store_used_across_fork_says_what_to_do(store):
     keep(store, [1], rows([1]))
     reading, writing = os.pipe()
@@ -689,24 +632,6 @@ def test_two_processes_write_and_read_one_generation(directory):
         got, hit = store.get_batch(range(800))
         assert hit.all()
         assert (got == torch.arange(800.0)[:, None]).all()
-
-
-def test_two_processes_together_stay_within_the_limit(directory):
-    code = """
-        import pathlib, time
-        ready = [pathlib.Path(f"{sys.argv[1]}.ready{n}") for n in range(2)]
-        with ActivationStore(sys.argv[1], limit="3MB", codec="raw") as store:
-            generation = store.open_generation({"process": sys.argv[2]})
-            for start in range(0, 400, 8):
-                while start == 8 and not all(map(pathlib.Path.exists, ready)):
-                    time.sleep(0.01)  # neither may fill the directory before both are in it
-                generation.put_batch(range(start, start + 8), torch.zeros(8, 5000))
-                store.flush(120)
-                assert store.stats().bytes_on_disk <= 3_000_000
-                ready[int(sys.argv[2])].touch()
-            assert generation.num_samples > 0
-    """
-    run_to_its_end(code, directory, count=2)
 
 
 def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(directory):
@@ -895,10 +820,6 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
         assert len(list(verify(path).damage)) == 0
     with ActivationStore(tmp_path / "cache-0") as store:
         assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
-
-
-def interrupt(*args):
-    raise KeyboardInterrupt
 
 
 # -- strangers -------------------------------------------------------------------------------

@@ -95,13 +95,6 @@ def test_a_step_of_hits_makes_the_host_wait_no_more_than_a_plain_one(run, plain)
         assert [step.waits for step in epoch] == expected
 
 
-def test_nor_does_a_step_of_hits_all_of_which_are_recomputed(tmp_path, plain):
-    found, _, stats = cached(tmp_path, 3, audit_rate=1.0)
-    assert stats.audited == stats.hits == 2 * ROWS
-    for epoch in found[1:]:
-        assert [step.waits for step in epoch] == [1] + [plain.waits] * (ROWS // B - 1)
-
-
 def test_on_a_step_of_hits_labels_alone_are_copied_by_the_training_thread(run):
     for epoch in run[0][1:]:
         for step in epoch[1:]:

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from tests.device.backend import counts
 from tests.device.simulated.runs import DEVICE, compared, moved, plain, run
-from tests.helpers.core_nets import FAMILIES, family_batch
 from tests.helpers.nets import Net, make_net
 from tests.helpers.runs import resumable
 
@@ -27,14 +25,6 @@ def freeze_front(*names):
 
 
 # ---- what is trained, and how ------------------------------------------------------------------
-
-
-def family(name, *front):
-    make, kind = FAMILIES[name]
-    parts = [family_batch(kind, step) for step in range(4)]
-    data = TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    settings = {"make": make, "data": data, "freezes": freeze_front(*front)}
-    return settings | {"boundary": front[-1], "hits": 32 * 2}
 
 
 def numbers(dtype):
@@ -111,10 +101,6 @@ def over_both(make, boundary="layer1", **others):
 
 
 RUNS = {
-    "vit": lambda: family("vit", "patches", "token", "blocks.0", "blocks.1"),
-    "bert": lambda: family("bert", "embeddings", "position", "encoder.0", "encoder.1"),
-    "encoder_decoder": lambda: family("encoder_decoder", "shared", "encoder.0", "encoder.1"),
-    "mlp": lambda: family("mlp", "0", "2"),
     "float64": lambda: numbers(torch.float64),
     "bfloat16": lambda: numbers(torch.bfloat16),
     "float16": lambda: numbers(torch.float16),
@@ -154,11 +140,6 @@ WAYS = {
 def test_every_way_to_move_a_batch(tmp_path, way):
     stats = compared(tmp_path, hits=48 * 2, to=lambda batch: list(map(WAYS[way], batch)))
     assert stats.refetched == stats.audited
-
-
-def test_mixed_batches(tmp_path):
-    moves = {3: "layer1", 8: "layer2"}
-    assert compared(tmp_path, moves=moves, epochs=4, boundary="stem").partial_batches > 0
 
 
 def test_a_device_that_is_not_the_first(tmp_path):

@@ -199,15 +199,6 @@ def test_a_training_run_is_right_in_any_order(tmp_path, order, whole_bytes):
     assert cached[2].hits == 2 * 48
 
 
-def test_a_boundary_that_moves_is_followed_in_any_order(tmp_path):
-    settings = {"epochs": 4, "moves": {3: "layer1", 8: "layer2", 15: None, 17: "layer1"},
-                "boundary": "stem"}  # fmt: skip
-    cached = trained(tmp_path / "a", "always", 5, **settings)
-    computed = trained(tmp_path / "b", "never", 6, **settings)
-    torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)
-    assert cached[2].hits > 0
-
-
 # ---- the evaluator -------------------------------------------------------------------------------
 
 

@@ -67,13 +67,3 @@ def test_longer_rows_than_have_come_are_given_a_ring_of_their_own(tmp_path):
     assert 2 <= len(is_open) <= 8
     assert is_open == [False] * (len(is_open) - 1) + [True]
     assert crossed[-1] < NUM * 4 * WIDTH * 4
-
-
-def test_batches_that_are_partly_hits_are_as_long_as_their_longest_sample(tmp_path):
-    """Every second sample was stored by a run before."""
-    served(tmp_path, sampler=range(0, NUM, 2), shuffle=False, epochs=2)
-    found, is_open, _ = served(tmp_path)
-    assert_same(found, plain(**settings()), exact=False)
-    assert found[2].partial_batches > 0
-    assert found[2].hits > 5 * NUM
-    assert is_open[-1]
