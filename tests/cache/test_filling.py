@@ -42,15 +42,6 @@ def test_training_has_hits_only_from_its_first_batch_on(directory, workers, boun
         assert str(again) == "32 of 32 samples are stored"
 
 
-def test_shuffled_and_partial_batches_are_hits_too(directory):
-    model = frozen_blocks()
-    with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        loader = EgeriaLoader(data(), batch_size=5, shuffle=True, cache=cache)
-        cache.fill(loader, progress=False)
-        train(model, loader, 2)
-        assert (cache.stats().hits, cache.stats().misses) == (64, 0)
-
-
 class Noisy(Dataset):
     def __len__(self):
         return 16

@@ -138,10 +138,6 @@ class Run:
         self.scheduler: Any = LambdaLR(self.optimizer, lambda n: max(0.0, 1 - n / TOTAL) ** 2)
         if schedule == "onecycle":
             self.scheduler = OneCycleLR(self.optimizer, 0.2, TOTAL)
-        if schedule == "constant":
-            # Adam's steps are as long as the rate says, however well the data are known.
-            self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
-            self.scheduler = LambdaLR(self.optimizer, lambda n: 1.0)
         settings = {
             "total_steps": TOTAL, "lr_scheduler": self.scheduler, "harm_budget": 0.05,
             "move_cost": 3.0, "evaluate_every": 4, "layers": r"[135]|6",
@@ -222,13 +218,6 @@ def test_a_model_that_is_compiled_whole_is_weighed_by_its_parameters() -> None:
     run = Run()
     run.model.compile(backend="eager")
     assert run.train(range(TOTAL)).controller.history.of("boundary")
-
-
-def test_the_loss_of_every_step_is_asked_for() -> None:
-    run = Run()
-    run.model(batch(0, 16)[0].flatten(1))
-    with pytest.raises(ValueError, match="loss of every step"):
-        run.controller.step()
 
 
 def test_watching_leaves_the_losses_untouched() -> None:

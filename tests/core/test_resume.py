@@ -255,15 +255,6 @@ def test_warm_restarts_unfreeze_under_a_cosine_schedule() -> None:
     assert any(step > 21 for step, boundary in run.controller.schedule() if boundary)
 
 
-def test_nothing_is_judged_before_the_bootstrap_is_over() -> None:
-    run = Run(bootstrap=Bootstrap(change=1e-9))
-    run.train(range(20))
-    assert not run.controller.history.of("refresh")
-    assert len(run.controller.history.of("bootstrap")) == 10
-    with pytest.raises(ValueError, match="loss"):
-        run.controller.step()
-
-
 # Dynamo itself asks a tensor for its grad while it traces a call out of the graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("how", ["whole", "regional"])

@@ -123,33 +123,6 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
     assert misses[1] == 96 + 2 * 8  # of 48 batches that were planned from the cache
 
 
-def test_batches_of_which_most_is_read_are_judged_and_compared_with_controls(tmp_path, monkeypatch):
-    """Of random samples a part is drawn anew in every epoch: no batch is ever served whole."""
-    told = []
-    note = StepTimer.step
-
-    def step(self, kind, *args, **kwargs):
-        told.append(kind)
-        return note(self, kind, *args, **kwargs)
-
-    monkeypatch.setattr(StepTimer, "step", step)
-    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
-    auto, never = (
-        run(tmp_path / gate, gate=gate, data=Images(96), epochs=6, reuse=4, shuffle=False)
-        for gate in ("auto", "never")
-    )
-    stats = auto[3]
-    assert stats.partial_batches > stats.hit_batches
-    assert stats.reuse == {"train": 4}
-    assert stats.random_samples == stats.hits + stats.misses
-    assert 0.3 < stats.freshness < 0.55, "all of the first epoch, then a quarter"
-    assert "used for 4 epochs each" in stats.report()
-    torch.testing.assert_close(auto[0], never[0], rtol=1e-5, atol=1e-6)
-    first = told[: 6 * 12]
-    assert first.count("served") > 40
-    assert first.count("computed") >= 1
-
-
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
     assert run(tmp_path, gate="auto", epochs=6, reuse=4)[3].gate == "off: it was slower"

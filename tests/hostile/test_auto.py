@@ -240,18 +240,6 @@ def test_filled_in_mid_run(run):
 
 
 @hostile
-def test_filled_leaves_a_counting_head_alone(run):
-    def back(model, h):
-        model.calls += 1
-        model.seen += len(h)
-        return Net.back(model, model.norm(h)) * (1 + 0.01 * model.calls)
-
-    model = net(back=back, calls=0, norm=nn.BatchNorm1d(8))
-    model.register_buffer("seen", torch.zeros(()))
-    filled_and_trained(run, model)
-
-
-@hostile
 def test_filled_by_a_loop_with_other_inputs(run):
     """What was filled is another preparation than what training uses."""
     model = run.freeze(Net())

@@ -15,11 +15,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, judge
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import Net, inputs, labels, net, rows, seeded
+from tests.hostile.nets import Net, inputs, net, rows, seeded
 
 # ---- features and inputs that the loop reads --------------------------------------------------
 
@@ -354,15 +353,6 @@ def test_a_checkpointed_region_may_span_the_boundary(run, reentrant):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of no input that asks for a gradient
         trained(run, model=net(forward=forward))
-
-
-@hostile
-def test_everything_in_double_by_default(run):
-    torch.set_default_dtype(torch.float64)
-    try:
-        trained(run, model=Net(), data=TensorDataset(inputs().double(), labels()))
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @hostile

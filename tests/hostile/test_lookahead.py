@@ -221,22 +221,6 @@ def test_and_served_where_all_is_asked_for_in_turn(run, passes):
     run.fit(run.freeze(dropping()), passes(run.loader(rows(), shuffle=True), None), 1)
 
 
-@hostile
-def test_a_batch_size_that_the_loop_changes(run):
-    model = run.freeze(Net())
-    run.fit(model, (batch for size in (4, 8, 24, 3) for batch in run.loader(rows(), size)), 1)
-
-
-@hostile(served=True)
-def test_a_peek_at_the_first_batch_changes_nothing_that_it_does_not_under_dataloader(run):
-    model = run.freeze(dropping())
-    loader = run.loader(rows(), shuffle=True)
-    run.see(next(iter(loader))[0].shape[0])
-    run.fit(model, loader, 2)
-    run.see(next(iter(loader))[0].sum())
-    run.fit(model, loader, 2)
-
-
 @hostile(served=True)
 def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
     """A mean over the data set, a count of classes."""
@@ -271,14 +255,6 @@ def opening(worker):
 def test_a_data_set_that_only_works_in_a_worker_works(run, get):
     data = made(get, database=None)
     trained(run, data=data, num_workers=1, worker_init_fn=opening, epochs=2)
-
-
-@hostile(served=True)
-def test_workers_that_start_when_much_is_stored_load_at_once(run):
-    """A fork after use: first no workers, then a loader with some."""
-    model = run.freeze(Net())
-    run.fit(model, run.loader(rows()), 2)
-    run.fit(model, run.loader(rows(), num_workers=1), 2)
 
 
 @hostile(served=True)

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,7 +9,7 @@ from torch.nn.modules import module as torch_module
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import changed, trained
-from tests.hostile.nets import Net, Normed, Residual, layered, net, rows
+from tests.hostile.nets import Net, Residual, layered, net, rows
 
 # ---- requires_grad ----------------------------------------------------------------------------
 
@@ -46,16 +45,6 @@ def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, change):
     changed(run, change)
 
 
-@hostile
-@pytest.mark.parametrize("part", ["early.1", "early.2", "early.0.bias"])
-def test_norms_and_biases_that_are_thawed_train(run, part):
-    def thawed(model):
-        thaw(part)(model)
-        run.let_go()
-
-    changed(run, thawed, Normed())
-
-
 SCHEDULES = {
     "from the middle of an epoch": {7: ("early", True)},
     "for one step": {7: ("middle", True), 8: ("middle", False)},
@@ -72,15 +61,6 @@ def test_a_part_trains_from_that_very_step_on(run, schedule):
             model.get_submodule(name).requires_grad_(wanted).zero_grad(set_to_none=True)
 
     trained(run, each_step=each_step, epochs=4)
-
-
-@hostile
-@pytest.mark.parametrize("period", [2, 9])
-def test_a_front_that_is_thawed_again_and_again_trains(run, period):
-    def each_step(model, step):
-        model.early.requires_grad_(step % period >= period * 2 // 3).zero_grad()
-
-    trained(run, each_step=each_step, epochs=6)
 
 
 @hostile

@@ -153,16 +153,6 @@ def test_an_average_is_evaluated_over_loaders_of_its_own_without_a_word(tmp_path
 
 
 @hostile
-def test_averages_over_a_thawed_past_differ_and_are_used(run):
-    """The EMA began before the freeze: swapped in, the front is another."""
-    model = Net()
-    ema = copy.deepcopy(model.state_dict())
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    evaluating_an_average(run, run.freeze(model), lambda: ema)
-
-
-@hostile
 def test_noise_put_on_the_weights_and_taken_off_in_each_step(run):
     def loss(model, batch):
         noise = 0.1 * torch.randn_like(model.early.weight)
@@ -226,17 +216,6 @@ NORMS = {
 @hostile(over=NORMS)
 def test_a_front_that_is_reparametrised_in_mid_run_is_used(run, change):
     changed(run, change)
-
-
-@hostile
-@pytest.mark.parametrize("leave", [True, False])
-def test_a_parametrization_that_is_taken_off_is_gone(run, leave):
-    model = Net()
-    parametrized(model)
-    taken_off = lambda m: parametrize.remove_parametrizations(  # noqa: E731
-        m.early, "weight", leave_parametrized=leave
-    )
-    changed(run, frozen(taken_off), model)
 
 
 @hostile(over={kind: NORMS[kind] for kind in NORMS if kind != "weight norm"}, served=True)

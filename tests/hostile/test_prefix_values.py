@@ -347,17 +347,6 @@ def mixed(model, x):
             return model.middle(torch.tanh(h.float()))
 
 
-ODD = {
-    "autocast within autocast": lambda: net(front=mixed),
-    "no gradients": lambda: net(front=torch.no_grad()(Net.front)),
-}  # fmt: skip
-
-
-@hostile(over=ODD)
-def test_models_with_modes_of_their_own_are_right(run, make):
-    trained(run, model=make())
-
-
 # ---- counts and schedules ---------------------------------------------------------------------
 
 

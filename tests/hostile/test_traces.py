@@ -253,13 +253,6 @@ def test_nothing_is_left_behind(run, look):
     looked_at(run, ConvNet(), look, boundary="body", data=images())
 
 
-@hostile(served=True)
-def test_a_gradient_hook_fires_once_a_step(run):
-    fired, model = [], Net()
-    model.late.weight.register_hook(lambda grad: fired.append(1))
-    looked_at(run, model, lambda model: len(fired))
-
-
 # ---- state of every kind, behind the boundary and before it --------------------------------------
 
 

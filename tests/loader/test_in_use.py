@@ -16,30 +16,8 @@ from egeria_cache import (
     EgeriaError,
     EgeriaLoader,
     FrozenPrefix,
-    ShardAffineSampler,
 )
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_ranks_own_cache_has_all_of_its_shard_from_the_second_epoch(tmp_path, rank):
-    model = frozen_net()
-    data = Images()
-    with ActivationCache(model, tmp_path, "layer1", gate="always") as cache:
-        sampler = ShardAffineSampler(data, 2, rank, num_shards=4)
-        loader = EgeriaLoader(data, 6, sampler=sampler, cache=cache, reuse=None)
-        orders = []
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            orders.append([])
-            for images, targets in loader:
-                model(images)
-                orders[-1] += targets.tolist()
-                cache.flush()
-        assert cache.stats().hits == 2 * 24
-        assert cache.stats().misses == 24
-    assert len({tuple(order) for order in orders}) == 3
-
 
 # A loader that exists is attached to a cache, and stays the object that it was.
 

@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -71,50 +70,6 @@ def test_the_limit_reached_in_mid_epoch_gives_mixed_batches(tmp_path, workers):
     assert stats.bytes_on_disk <= 300_000
     assert stats.partial_batches > 0
     assert 0 < stats.hits < 240
-
-
-def shared_memory(pids):
-    """What these processes have left in shared memory; torch puts the maker's ID in the name."""
-    return [name for name in os.listdir("/dev/shm") for pid in pids if f"_{pid}_" in name]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_an_iterator_collected_with_batches_in_flight_leaves_nothing_behind(
-    tmp_path, frozen, persistent
-):
-    model = frozen_net()
-    threads, pids = threading.active_count(), {os.getpid()}
-    with ActivationCache(model, tmp_path, gate="always") as cache:
-        if frozen:
-            cache.set_boundary("layer1")
-        loader = EgeriaLoader(
-            Images(), 8, cache=cache, reuse=None, num_workers=2, prefetch_factor=2,
-            persistent_workers=persistent,
-        )  # fmt: skip
-        for _ in range(3):
-            iterator = iter(loader)
-            for _ in range(2):
-                model(next(iterator)[0])
-            pids |= {child.pid for child in multiprocessing.active_children()}
-            cache.flush()
-            del iterator
-            gc.collect()
-        outputs = [model(images) for images, _ in loader]
-        assert sum(map(len, outputs)) == NUM_SAMPLES
-        assert len(multiprocessing.active_children()) == (2 if persistent else 0)
-        del loader
-        gc.collect()
-    assert multiprocessing.active_children() == []
-    deadline = time.monotonic() + 120
-    while (
-        threading.active_count() > threads
-    ):  # threads that feed DataLoader's queues are not joined
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-    assert len(pids) > 2
-    assert shared_memory(pids) == []
 
 
 NESTED = [("a", 1, 2), (("a", 1), 2), ("a", (1, 2)), ("", "('a', 1)"), (("", "('a', 1)"), 2),

@@ -234,23 +234,6 @@ def readers(monkeypatch):
     made.close()
 
 
-class Busy:
-    """Work that stays under way until it is let go, and says how much is at a time."""
-
-    def __init__(self):
-        self.let_go, self.began = threading.Event(), threading.Semaphore(0)
-
-    def __call__(self):
-        self.began.release()
-        assert self.let_go.wait(30)
-        return threading.get_ident()
-
-    def num_under_way(self, at_least):
-        for _ in range(at_least):
-            assert self.began.acquire(timeout=30)
-        return at_least + self.began.acquire(timeout=0.2)
-
-
 def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(2))
     crew, order = ReaderThreads(), []
@@ -305,18 +288,3 @@ def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert read.result()
         assert type(torch.ones(3)) is not torch.Tensor
-
-
-def test_what_has_not_begun_is_dropped_and_nothing_more_is_taken(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(2))
-    crew, busy = ReaderThreads(), Busy()
-    under_way, waiting = crew.submit(busy), crew.submit(int)
-    assert busy.num_under_way(1) == 1
-    busy.let_go.set()
-    closer = threading.Thread(target=crew.close)
-    closer.start()
-    closer.join(30)
-    assert under_way.done()
-    assert waiting.cancelled() or waiting.result() == 0
-    with pytest.raises(RuntimeError):
-        crew.submit(int)

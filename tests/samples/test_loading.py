@@ -309,20 +309,6 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
     assert drawn(load) == drawn(lambda: None)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("first", [0, 3, 9])
-@pytest.mark.parametrize("kind", ["random", "numpy", "normal", "torch"])
-def test_while_nothing_is_frozen_samples_draw_what_they_always_draw(tmp_path, kind, first, workers):
-    np.random.seed(0)  # NumPy now keeps no normal deviate
-    with ActivationCache(nn.Linear(1, 1), tmp_path) as cache:
-        data = Sometimes(DRAWS[kind], first)
-        loader = EgeriaLoader(data, 4, cache=cache, seed=7, num_workers=workers)
-        for epoch in range(2):
-            assert rows(loader) == expected(kind, first, epoch)
-        kind = "numpy" if kind == "normal" else kind
-        assert loader.source.samples.drawn == {kind}
-
-
 def test_while_nothing_is_frozen_a_data_set_that_draws_nothing_is_not_seeded(tmp_path):
     """It may see the seed of the training loop's own generator, as it would under DataLoader."""
     torch.manual_seed(12)
