@@ -1,6 +1,7 @@
 """What the prefix is, changes: what is trained, its children."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
@@ -272,6 +273,9 @@ FORWARDS = {
     "at the class": (
         of_a_class_of_its_own, at_the_class("model", "front", relu_front),
     ),
+    "of the model's instance": (  # before what its class has
+        Net, lambda m: setattr(m, "front", functools.partial(relu_front, m)),
+    ),
     "of a layer at its class": (
         lambda: layered(lambda layer, h: h),
         at_the_class("early", "forward", lambda self, x: -F.linear(x, self.weight)),
@@ -293,7 +297,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
-@hostile(over=FORWARDS, cases=6)
+@hostile(over=FORWARDS, cases=7)
 def test_code_that_is_patched_runs(run, make, change):
     changed(run, change, make())
 
