@@ -99,6 +99,11 @@ def shaped(change):
     return loss
 
 
+def labels_shaped(m, x, y, n):
+    y.unsqueeze_(1)
+    return ce(m, x, y.squeeze(1)) * y.dim()
+
+
 def fgsm(m, x, y, n):
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(ce(m, x, y), x)
@@ -127,8 +132,9 @@ LOOPS = {
     "inputs written behind the call": written_behind_the_call,
     "unsqueezed": shaped(lambda x: x.unsqueeze_(1)),
     "resized": shaped(lambda x: x.resize_(len(x), 6)),
-    "noise in place": lambda m, x, y, n: ce(m, x.add_(0.5 * torch.randn(x.shape)), y),
+    "labels unsqueezed": labels_shaped,
     "mixup": lambda m, x, y, n: ce(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
+    "noise in place": lambda m, x, y, n: ce(m, x.add_(0.5 * torch.randn(x.shape)), y),
     "dropout": lambda m, x, y, n: ce(m, F.dropout(x, 0.2), y),
     "rolled": lambda m, x, y, n: ce(m, x + x.roll(1, 0), y),
     "shuffled by numpy": lambda m, x, y, n: ce(
@@ -136,10 +142,10 @@ LOOPS = {
     ),
     "index_copy": lambda m, x, y, n: ce(m, x.index_copy(0, torch.tensor([0]), x[1:2]), y),
     "a drawn temperature": lambda m, x, y, n: ce(m, x * float(1 + torch.rand(())), y),
-    "in place": lambda m, x, y, n: ce(m, x.sub_(MEAN).div_(STD), y),
     "permuted features": lambda m, x, y, n: ce(m, x[:, PERMUTATIONS[n // 3 % 3]], y),
-    "an out argument": lambda m, x, y, n: ce(m, torch.mul(x, 1 + n // 3, out=BUFFER), y),
+    "in place": lambda m, x, y, n: ce(m, x.sub_(MEAN).div_(STD), y),
     "a static buffer": lambda m, x, y, n: ce(m, BUFFER.copy_(x), y),
+    "an out argument": lambda m, x, y, n: ce(m, torch.mul(x, 1 + n // 3, out=BUFFER), y),
     "filled by a schedule": lambda m, x, y, n: ce(m, x.masked_fill(x > 1 - 0.05 * n, 0), y),
     "rows of a mask": lambda m, x, y, n: ce(m, x[y != 1], y[y != 1]),
     "strided": lambda m, x, y, n: ce(m, x[::2], y[::2]) + ce(m, x[-3:], y[-3:]),
@@ -156,7 +162,7 @@ LOOPS = {
 }
 
 
-@hostile(over=LOOPS, cases=12)
+@hostile(over=LOOPS, cases=13)
 def test_whatever_a_loop_does_to_its_batches_is_right(run, loss):
     trained(run, numbered(loss), epochs=4)
 
