@@ -123,13 +123,14 @@ def frozen(*sizes):
 CONTAINERS = {
     "append": lambda m: m.early.append(Residual()),
     "frozen layer": lambda m: m.middle.append(frozen(8, 8)),
-    "pop a layer": lambda m: m.middle.pop(0),
+    "trained layer": lambda m: m.middle.append(Residual()),
     "rebuilt": lambda m: setattr(m, "early", nn.Sequential(*m.early, nn.ReLU())),
+    "pop a layer": lambda m: m.middle.pop(0),
     "boundary becomes identity": lambda m: setattr(m, "last", nn.Identity()),
 }
 
 
-@hostile(over=CONTAINERS)
+@hostile(over=CONTAINERS, cases=3)
 def test_a_container_of_the_front_may_change(run, change):
     changed(run, change, Stacked(), boundary="last")
 
@@ -254,6 +255,12 @@ def helped(kind):
     return net(early=type("Helped", (nn.Linear,), {"forward": forward, "adjust": adjust})(6, 8))
 
 
+def call_operator():
+    model = layered(lambda layer, h: h)
+    type(model.early).__call__ = lambda self, x: nn.Linear.__call__(self, x)
+    return model
+
+
 class Base(nn.Linear):
     factor = 1.0
 
@@ -293,11 +300,15 @@ FORWARDS = {
         lambda: layered(lambda layer, h: h * layer.by, by=property(lambda self: 1.0)),
         at_the_class("early", "by", property(lambda self: 3.0)),
     ),
+    "a call operator": (
+        call_operator,
+        at_the_class("early", "__call__", lambda self, x: -nn.Linear.__call__(self, x)),
+    ),
     "an attribute of a base class": (derived, lambda m: setattr(Base, "factor", 2.0)),
 }  # fmt: skip
 
 
-@hostile(over=FORWARDS, cases=7)
+@hostile(over=FORWARDS, cases=8)
 def test_code_that_is_patched_runs(run, make, change):
     changed(run, change, make())
 
