@@ -240,6 +240,20 @@ def test_filled_in_mid_run(run):
 
 
 @hostile
+def test_filled_while_evaluating(run):
+    model = run.freeze(ConvNet(), "body")
+    model.eval()
+    loader = run.loader(images())
+    fill(run, loader)
+    run.see(model.training)
+    model.eval()
+    with torch.no_grad():
+        for x, y in run.loader(images(16)):
+            run.record(F.cross_entropy(model(x), y))
+    run.fit(model, loader, 3, optimizer=sgd(model, 0.05))
+
+
+@hostile
 def test_filled_by_a_loop_with_other_inputs(run):
     """What was filled is another preparation than what training uses."""
     model = run.freeze(Net())
