@@ -30,10 +30,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache import ActivationCache, ActivationStore, EgeriaLoader
 from egeria_cache.inspect import main as cache_inspect
 from egeria_cache.store.disk import place
 from egeria_core import FreezeController
+from egeria_core.pipeline import PipelinePlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
@@ -258,6 +259,11 @@ def loader_as_data(where):
         EgeriaLoader(DataLoader(samples(), 8), cache=cache)
 
 
+@mistake("`batch_size=None`")
+def no_batches(where):
+    trained(model(), where, size=None)
+
+
 @mistake("A batch is a list of samples (the collate function of detection)")
 def lists_of_samples(where):
     net = model()
@@ -436,6 +442,15 @@ def fill_nothing(where):
         cache.fill(EgeriaLoader(samples(), 8, cache=cache), progress=False)
 
 
+@mistake("Records of another shape are stored beside others")
+def another_layout(where):
+    with ActivationStore(where / "cache") as store:
+        store.put_batch([1, 2], torch.zeros(2, 512))
+        store.flush()
+        store.put_batch([3], torch.zeros(1, 256))
+        store.flush()
+
+
 @mistake("A loader's state is loaded over another data set")
 def another_length(where):
     before = EgeriaLoader(samples(), 8, seed=0)
@@ -459,6 +474,11 @@ def no_loss(where):
         net(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         controller.step()
+
+
+@mistake("A pipeline's schedule has several stages on a rank")
+def interleaved_stages(where):
+    PipelinePlan.start([1.0] * 8, 2, schedule="Interleaved1F1B", microbatches=8)
 
 
 def document() -> str:
