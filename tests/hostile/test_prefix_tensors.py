@@ -264,3 +264,13 @@ def test_a_part_in_another_precision_and_back_is_right(run, dtype, parts):
 @hostile(served=True)
 def test_shared_memory_changes_nothing(run):
     changed(run, lambda m: m.share_memory(), epochs=7)
+
+
+@hostile
+def test_a_weight_written_in_the_middle_of_an_epoch_is_used(run):
+    def each_step(model, step):
+        if step == 7:
+            run.turn()
+            model.early.weight.data = -model.early.weight.data
+
+    trained(run, each_step=each_step, epochs=4)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
@@ -157,3 +158,36 @@ def test_a_single_element_is_seen_within_a_round_and_never_believed_to_be_as_bef
     assert all(probe.whole_changed() for _ in range(9))
     weight.numpy()[100, 7] = 0.0
     assert not any(probe.changed() or probe.whole_changed() for _ in range(8))
+
+
+def test_the_guard_sees_every_kind_of_change_by_name():
+    def watch():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
+        tensors = [
+            (f"{name}.{key}", module, tensor)
+            for name, module in model.named_modules()
+            for slot in (module._parameters, module._buffers)
+            for key, tensor in slot.items()
+        ]
+        return model, PrefixGuard(tensors, list(model.named_modules()))
+
+    model, guard = watch()
+    assert guard.changed() is None
+    model[0].weight.add_(1)
+    assert "'0.weight'" in guard.changed()
+    guard.renew()
+    assert guard.changed() is None
+    model[1].running_mean.data[0] += 1e-3  # moves no version counter
+    assert "content" in guard.changed()
+    model, guard = watch()
+    model[0].weight.data = model[0].weight.data.clone()
+    assert "'0.weight'" in guard.changed()
+    model, guard = watch()
+    model[1].running_var = torch.ones(4)
+    assert "'1.running_var'" in guard.changed()
+    model, guard = watch()
+    model[1] = nn.BatchNorm1d(4).eval()
+    assert "'1'" in guard.changed()
+    model, guard = watch()
+    model[1].train()
+    assert guard.changed() is None, "what is held is put back, whoever set it"
