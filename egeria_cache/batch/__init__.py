@@ -18,7 +18,6 @@ from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
     Rows,
     Structure,
-    counting,
     flatten,
     geometry,
     interleaved,
@@ -48,7 +47,6 @@ __all__ = [
     "Structure",
     "at_rows",
     "batch_tensors",
-    "counting",
     "flatten",
     "forget_lost",
     "geometry",

@@ -234,11 +234,6 @@ def _values(rows: Rows) -> Sequence[Any]:
     return list(rows.unbind(0)) if isinstance(rows, Tensor) else rows
 
 
-def counting(like: Any, batch_size: int) -> Any:
-    """Return a leaf that says how many samples there are: a number, or a tensor of one."""
-    return torch.full_like(like, batch_size) if isinstance(like, Tensor) else batch_size
-
-
 def row_meta(rows: Tensor) -> Tensor:
     """Return a meta tensor that stands for one row, shape (1, ...)."""
     return torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device="meta")

@@ -25,7 +25,6 @@ from egeria_cache.arguments import (
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks, device_of
-from egeria_cache.cache.filling import FillReport, fill
 from egeria_cache.cache.loader_api import LoaderApi, Passes
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
@@ -249,49 +248,6 @@ class ActivationCache:
     def report(self) -> str:
         """Return `stats()` as text for people."""
         return self.stats().report()
-
-    def fill(
-        self,
-        loader: Any,
-        forward: Callable[[Any], Any] | None = None,
-        *,
-        progress: bool = True,
-    ) -> FillReport:
-        """Compute and store every sample of a loader that is not stored yet, before training.
-
-        The frozen prefix alone is run, on the loader's batches in the data set's order. What was
-        stored before, by a run that was killed or by another process that fills at the same time,
-        is not computed again. Then all batches of this loader are hits; so are those of a later
-        run, from its second batch on. The model and the random generators are left as they were.
-
-        Args:
-            loader: An `EgeriaLoader` of this cache.
-            forward: Called with each batch, calls the model with it as the training loop does. By
-                default a mapping is given by name, and of a list or tuple the first parts, as many
-                as the model's forward requires.
-            progress: Tell how far it is, if standard error is a terminal.
-
-        Raises:
-            EgeriaError: Nothing is frozen, `gate` is "never", the loader is of another cache, or
-                its batches do not fit the model's forward.
-        """
-        if getattr(loader, "cache", None) is not self:
-            raise EgeriaError("fill() takes an EgeriaLoader that was made with cache= this cache")
-        if self._status.gate == "never":
-            raise EgeriaError("a cache with gate='never' stores nothing")
-        if self._engine.is_sharded:
-            raise EgeriaError(
-                "fill() leaves the model in the middle of a forward, which fully_shard does not "
-                "take; fill the directory in one process with the model as it was before"
-            )
-        self._status.is_filling = True
-        try:
-            return fill(
-                self.model, self._engine, self.api, loader, self.flush, forward,
-                progress=progress,
-            )  # fmt: skip
-        finally:
-            self._status.is_filling = False
 
     def commutes(
         self, loader: Any, before: Operation, after: Operation | None = None, *, seed: int = 0

@@ -114,7 +114,6 @@ class LoaderApi:
             theirs = view.generation.fields
             asked = {*fields, "leaves", "draws"}  # which only some have
             if view.is_checked and all(theirs.get(key) == fields.get(key) for key in asked):
-                source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
@@ -126,17 +125,12 @@ class LoaderApi:
 
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed."""
-        if source.is_random and not self._status.is_filling and self.views(source.key):
+        if source.is_random and self.views(source.key):
             self.passes.ended(source, clock)
 
     def is_refused(self, loader_name: str) -> bool:
         """Whether nothing can be cached for this loader."""
         return loader_name in self._status.uncached
-
-    def refusal(self, loader_name: str) -> str | None:
-        """Return why nothing is stored for this loader; None if something is."""
-        reason = self._status.uncached.get(loader_name)
-        return reason or (None if self.views(loader_name) else self._counters.counts.why_not)
 
     def leave_uncached(self, loader_name: str, reason: str) -> None:
         """Cache nothing for this loader, and say why, once."""
@@ -201,8 +195,7 @@ class LoaderApi:
 
     def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
-        if not self._status.is_filling:
-            self._counters.batch(num_samples, hit, is_random=source.is_random)
+        self._counters.batch(num_samples, hit, is_random=source.is_random)
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
@@ -214,7 +207,7 @@ class LoaderApi:
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""
-        self._counters.counts.refetched += 0 if self._status.is_filling else num_samples
+        self._counters.counts.refetched += num_samples
 
     def data_settled(self, loader_name: str) -> None:
         """The data set that had changed is the same as in the last pass."""
@@ -232,7 +225,7 @@ class LoaderApi:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
         status, policy = self._status, self._policy
         boundary = status.boundary
-        if boundary is None or not num_samples or status.is_filling:
+        if boundary is None or not num_samples:
             return
         view = entry.view if entry is not None else next(iter(self.views(loader_name)), None)
         if view is None and not self.may_store(loader_name):

@@ -27,7 +27,7 @@ COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack")
 
 GONE = {
     "clear": "prune --unused removes what no process uses",
-    "fill": "call cache.fill(loader) in the training script, with its own loader",
+    "fill": "the first epoch of the training stores all that it computes",
     "watch": "cache.stats() and cache.report() tell it in the training script",
 }
 """Commands that were, and what does it now."""

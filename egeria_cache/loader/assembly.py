@@ -102,7 +102,7 @@ class Assembly:
             entry.whole, widened = lengths.whole, view.padding.widened
             misses = {path: widened(path, rows, lengths.whole) for path, rows in misses.items()}
             kept = {path: widened(path, rows, lengths.whole) for path, rows in kept.items()}
-        constants = view.constants_for(len(plan.ids))
+        constants = view.own_constants()
         leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
             hits = kept[path]

@@ -13,18 +13,14 @@ import io
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from egeria_cache.arguments import check_whole_number, names_known
-from egeria_cache.batch import SampleId
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource, is_beside
@@ -253,19 +249,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
             "is_random": self._progress.is_random or self.source.is_random,
             "is_steady": self.source.is_steady,
         }
-
-    def _draws_of(self, ids: Sequence[SampleId]) -> npt.NDArray[np.int64]:
-        """Return which random draw of each sample the pass that began last uses: int64, (B,)."""
-        return self.source.draws_at(ids, self._progress.clock)
-
-    def _over(self, sampler: Any) -> EgeriaLoader[T_co]:
-        """Return a loader of what another sampler draws; its samples are the same to the cache."""
-        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 32
-        batches = BatchSampler(sampler, size, drop_last=False)
-        # A generator of its own: this loader's order is left as it is.
-        part = self._alike(batches, generator=None, persistent_workers=False)
-        part._progress = replace(self._progress, finished=True)
-        return part
 
     def _alike(self, batch_sampler: Any, **changed: Any) -> EgeriaLoader[T_co]:
         """Return a loader of the same source in other batches."""

@@ -12,22 +12,19 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.engine import MAX_CHAINS, Filled, SkipEngine, SkipHost
-from egeria_cache.skip.model.attach import CallError, inner_model, module_named, ordinary_arguments
+from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
+from egeria_cache.skip.model.attach import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
 from egeria_cache.skip.prove.cut_points import Candidate, blocks, candidates, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
-from egeria_cache.skip.state.surroundings import what_code_keeps
 
 __all__ = [
     "MAX_CHAINS",
-    "CallError",
     "Candidate",
     "Cut",
-    "Filled",
     "FrozenPrefix",
     "RandomState",
     "SkipEngine",
@@ -45,5 +42,4 @@ __all__ = [
     "ordinary_arguments",
     "same_rows",
     "states_in",
-    "what_code_keeps",
 ]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from egeria_cache.skip.model.attach import (
     user_line,
 )
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, tell_modes
-from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
+from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.dry_run import DryRun, Outcome
 from egeria_cache.skip.serve import replay
@@ -129,10 +128,6 @@ class _Unserved:
         self.was_served = True
         if self._num < _MAX_BARE and self._why is not but:
             self._num = 0
-
-
-class Filled(BaseException):
-    """Leaves the model while a cache is filled: the rows are stored, and nobody wants the rest."""
 
 
 class SkipHost(Protocol):
@@ -253,7 +248,6 @@ class SkipEngine:
         self._thaw = RequiresGradWatch()
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
-        self._fills = False
         self._num_even = 0
         self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
@@ -386,7 +380,7 @@ class SkipEngine:
         self._unserved.served(but=_ALL_NEW)
         self._running["call"].key = key
         is_plain = call.batch.entry is None and not call.batch.may_be_stored
-        if is_plain and self._is_held and not self._fills:
+        if is_plain and self._is_held:
             return self._plainly(call)
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
@@ -396,8 +390,6 @@ class SkipEngine:
             self._announce(plan, call)
         entry = call.batch.entry
         source: ReplayPlan | None = None
-        if self._fills:
-            self._fill(plan, call, entry)
         if entry is not None:
             is_same = entry.cut is plan.cut
             source = plan if is_same else self._plans.find(key, call, cut=entry.cut)
@@ -433,7 +425,7 @@ class SkipEngine:
         ):
             self._hold(call)
             return self._plainly(call)
-        if not (self._fills or any(self._plans.all())):
+        if not any(self._plans.all()):
             how = self.host.postpones(call.batch)
             if how is not None:
                 self._hold(call)
@@ -556,24 +548,6 @@ class SkipEngine:
         )
         self._refuse(key, BoundaryError.impure(self.boundary, what))
         return True
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Store what the prefix gives, and leave the model by `Filled` when it has returned."""
-        self._fills = True
-        try:
-            yield
-        finally:
-            self._fills = False
-
-    def _fill(self, plan: ReplayPlan, call: Invocation, entry: Entry | None) -> NoReturn:
-        missing = np.ones(call.batch.size, bool) if entry is None else ~entry.hit
-        if missing.any():
-            inputs = call.plain() if missing.all() else None
-            fresh = replay.prefix(self._forward, plan, call, missing, inputs)
-            self._settle(plan)
-            self._captured(plan, call, None if missing.all() else missing, fresh)
-        raise Filled
 
     def _miss(self, plan: ReplayPlan, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
@@ -714,11 +688,6 @@ class SkipEngine:
         return self._has_run
 
     # ---- sharded models -----------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether `fully_shard` has cut the model over ranks."""
-        return bool(states_in(self.model))
 
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""

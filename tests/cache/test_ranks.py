@@ -24,8 +24,7 @@ from egeria_cache import (
     ShardAffineSampler,
 )
 from egeria_cache.samples.fingerprint import NUM_AGAIN
-from tests.cache.test_auto import data, train
-from tests.cache.test_filling import frozen_blocks
+from tests.cache.test_auto import data, frozen_blocks, train
 from tests.helpers.gloo import run_ranks
 from tests.helpers.steps import take_step
 from tests.helpers.stored import stored_bytes

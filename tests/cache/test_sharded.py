@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, ShardAffineSampler
+from egeria_cache import ActivationCache, EgeriaLoader, ShardAffineSampler
 from egeria_cache.events import BoundaryMoved
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.gloo import run_ranks
@@ -153,8 +153,6 @@ def bytes_of_hits(rank: int, directory: Path) -> dict[str, Any]:
                 found.append(dict(count.bytes))
             cache.flush()
         hits = cache.stats().hits
-        with pytest.raises(EgeriaError, match="in one process"):
-            cache.fill(loader)
         trained = [p.requires_grad for p in own]
     return {"found": found[-8:], "expected": dict(expected.bytes), "hits": hits, "own": trained}
 

@@ -15,8 +15,7 @@ from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
 from egeria_cache.cache import engine_callbacks
 from egeria_cache.store.disk.budget import Budget
-from tests.cache.test_auto import data
-from tests.cache.test_filling import frozen_blocks
+from tests.cache.test_auto import data, frozen_blocks
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run
 

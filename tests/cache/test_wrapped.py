@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
-from tests.cache.test_auto import data, train
-from tests.cache.test_filling import frozen_blocks
+from tests.cache.test_auto import data, frozen_blocks, train
 
 
 def test_a_compiled_block_answers_to_both_of_its_names(directory):

@@ -435,13 +435,6 @@ def forked(where):
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-@mistake("fill() before anything is frozen")
-def fill_nothing(where):
-    net = model()
-    with cached(net, where, boundary=None) as cache:
-        cache.fill(EgeriaLoader(samples(), 8, cache=cache), progress=False)
-
-
 @mistake("Records of another shape are stored beside others")
 def another_layout(where):
     with ActivationStore(where / "cache") as store:

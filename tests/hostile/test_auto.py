@@ -1,4 +1,4 @@
-"""`boundary="auto"` follows what becomes of a model; what was filled is what training finds."""
+"""`boundary="auto"` follows what becomes of a model."""
 
 from collections import UserDict
 
@@ -13,9 +13,7 @@ from tests.hostile.loops import add_new
 from tests.hostile.nets import (
     ConvNet,
     Net,
-    Pairs,
     Residual,
-    Scale,
     images,
     inputs,
     net,
@@ -176,90 +174,6 @@ def test_auto_cuts_at_no_module_whose_output_shows_no_tensor(run):
 def test_auto_under_a_checkpoint_of_the_whole_model(run):
     loss = lambda m, b: F.cross_entropy(checkpoint(m, b[0], use_reentrant=False), b[1])  # noqa: E731
     run.fit(under_auto(Net(), run), run.loader(rows()), 4, loss=loss)
-
-
-# ---- filling ----------------------------------------------------------------------------------
-
-
-def fill(run, loader, forward=None):
-    if run.cache is not None and run.way != "never":
-        run.cache.fill(loader, forward, progress=False)
-
-
-def filled_and_trained(run, model=None, boundary="middle", data=None, change=None, **kwargs):
-    model = frozen(run, model) if boundary == "auto" else run.freeze(model or Net(), boundary)
-    data = rows() if data is None else data
-    loader = run.loader(data, **kwargs)
-    fill(run, loader)
-    if change is not None:
-        run.turn()
-        change(model, data)
-    run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
-
-
-FILLED = {
-    "with norms and dropout": lambda run: filled_and_trained(
-        run, ConvNet(), "body", images(), shuffle=True
-    ),
-    "under auto": lambda run: filled_and_trained(run, Blocks(), "auto"),
-}
-
-
-@hostile(over=FILLED, served=True)
-def test_filled_then_trained(run, script):
-    script(run)
-
-
-def patched(model, data):
-    plain = model.early.forward
-    model.early.forward = lambda x: -plain(x)
-
-
-LATER = {
-    "weight": lambda model, data: model.early.weight.data.mul_(-1),
-    "thawed": lambda model, data: model.early.requires_grad_(True),
-    "data": lambda model, data: data.x.mul_(-1),
-    "transform": lambda model, data: setattr(data, "transform", Scale(2.0)),
-    "forward": patched,
-    "hook": lambda model, data: model.early.register_forward_hook(lambda m, a, out: -out),
-}
-
-
-@hostile(over=LATER)
-def test_filled_then_something_changes(run, change):
-    filled_and_trained(run, data=Pairs(), change=change)
-
-
-@hostile
-def test_filled_in_mid_run(run):
-    model = run.freeze(Net())
-    loader = run.loader(rows(), shuffle=True)
-    optimizer = run.fit(model, loader, 1)
-    fill(run, loader)
-    run.fit(model, loader, 2, optimizer=optimizer)
-
-
-@hostile
-def test_filled_while_evaluating(run):
-    model = run.freeze(ConvNet(), "body")
-    model.eval()
-    loader = run.loader(images())
-    fill(run, loader)
-    run.see(model.training)
-    model.eval()
-    with torch.no_grad():
-        for x, y in run.loader(images(16)):
-            run.record(F.cross_entropy(model(x), y))
-    run.fit(model, loader, 3, optimizer=sgd(model, 0.05))
-
-
-@hostile
-def test_filled_by_a_loop_with_other_inputs(run):
-    """What was filled is another preparation than what training uses."""
-    model = run.freeze(Net())
-    loader = run.loader(rows())
-    fill(run, loader, lambda batch: model(batch[0] * 2))
-    run.fit(model, loader, 3)
 
 
 class InParts(nn.Module):

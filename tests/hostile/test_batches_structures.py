@@ -232,10 +232,11 @@ def test_batches_with_time_first_are_served(run, how, boundary):
 
 
 class Buffered:
-    """A collate function that fills the same memory for every batch."""
+    """A collate function that fills the same memory for every batch, more than is copied."""
 
     def __init__(self):
-        self.x, self.y = torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)
+        self.memory, self.y = torch.zeros(8, 1 << 18), torch.zeros(8, dtype=torch.long)
+        self.x = self.memory[:, :6]
 
     def __call__(self, samples):
         for i, (x, y) in enumerate(samples):

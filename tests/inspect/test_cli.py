@@ -188,7 +188,7 @@ def test_no_name_is_cut_in_a_pipe(filled_once, capsys):
         (["plan", "nothing"], "package.module:callable"),
         (["plan", "nothing:x"], "No module named 'nothing'"),
         (["DIR", "clear"], "clear is gone: prune --unused"),
-        (["fill", "models:make"], "fill is gone: call cache.fill(loader)"),
+        (["fill", "models:make"], "fill is gone: the first epoch of the training"),
     ],
 )
 @pytest.mark.cases(14)

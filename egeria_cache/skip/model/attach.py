@@ -268,10 +268,6 @@ def _have_batch(values: Iterable[Any]) -> bool:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class CallError(EgeriaError):
-    """A batch does not fit the model's forward, as far as can be told."""
-
-
 def ordinary_arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, by place and by name, with which a loop would call a model.
 
@@ -279,7 +275,7 @@ def ordinary_arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[st
     parts, as many as the forward requires; anything else is the only argument.
 
     Raises:
-        CallError: A mapping has no name that the forward takes, or a list has too few parts.
+        EgeriaError: A mapping has no name that the forward takes, or a list has too few parts.
     """
     parameters = _parameters(model)
     if isinstance(batch, Mapping):
@@ -288,7 +284,7 @@ def ordinary_arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[st
         taken = {one.name for one in parameters}
         given = {name: value for name, value in batch.items() if name in taken}
         if not given:
-            raise CallError(
+            raise EgeriaError(
                 f"a batch has {', '.join(map(str, batch))}, {type(model).__name__}.forward takes "
                 f"{', '.join(sorted(taken))}"
             )
@@ -297,7 +293,7 @@ def ordinary_arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[st
         return [batch], {}
     required = sum(one.default is one.empty for one in parameters if one.kind in _POSITIONAL)
     if required > len(batch):
-        raise CallError(
+        raise EgeriaError(
             f"{type(model).__name__}.forward requires {required} arguments, a batch has "
             f"{len(batch)}"
         )

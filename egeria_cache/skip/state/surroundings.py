@@ -96,12 +96,3 @@ class Surroundings:
 
     def _snapshot(self, roots: Iterable[Any], reach: Reach) -> Snapshot:
         return Snapshot((("", root) for root in roots), self._places, reach)
-
-
-def what_code_keeps(model: nn.Module) -> tuple[Snapshot, ...]:
-    """Remember the attributes of a model's modules, and what its code may touch outside of it.
-
-    Parameters, buffers, children and modes are not among it.
-    """
-    own = [Names("", vars(m), [*watched_attributes(m)]) for m in model.modules()]
-    return Surroundings(model).but_modules(), Snapshot((), own, VALUES)

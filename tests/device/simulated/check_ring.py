@@ -45,8 +45,9 @@ def spared(directory, sampler, *, rows, recent, whole_bytes):
     ) as cache, pytest.MonkeyPatch.context() as patch, torch.no_grad():  # fmt: skip
         patch.setattr(prefetcher, "WHOLE_BYTES", whole_bytes)
         data = Images(rows, noise=0)
-        cache.fill(EgeriaLoader(data, 8, cache=cache, seed=3, name="train"), progress=False,
-                   forward=lambda batch: model(batch[0].to(DEVICE)))  # fmt: skip
+        for images, _ in EgeriaLoader(data, 8, cache=cache, seed=3, name="train"):
+            model(images.to(DEVICE))
+        cache.flush()
         loader = EgeriaLoader(
             data, 8, sampler=sampler(data), cache=cache, reuse=None, seed=3, name="train"
         )
