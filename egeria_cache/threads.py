@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -69,6 +71,15 @@ def uncollected() -> Iterator[None]:
 def has_modes() -> bool:
     """Tell whether the calling thread is under such a mode."""
     return _num_dispatch_modes() > 0 or _num_function_modes() > 0
+
+
+def has_other_operations() -> bool:
+    """Tell whether a mode of the caller's stands between an operation and its result; a default
+    device gives the same numbers.
+    """
+    if _num_dispatch_modes() > 0:
+        return True
+    return any(type(mode) is not DeviceContext for mode in _function_modes())
 
 
 def without_modes() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from egeria_cache.batch.chain import Fold, Op, Raw, Slot, derived
 from egeria_cache.batch.structure import Rows, merge_rows
 from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.device import located, uploaded
-from egeria_cache.threads import outside_inference_mode
+from egeria_cache.threads import outside_inference_mode, without_modes
 
 
 def without_data(
@@ -55,7 +55,7 @@ class AbsentTensor(BatchTensor):
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, loaded now if need be."""
         if self._full is None:
-            with temporarily_clear_interpreter_stack():  # of `torch.func`: it is no part of that
+            with temporarily_clear_interpreter_stack(), without_modes():  # it is no part of them
                 self._full = self._loaded()
                 self._vouched = Vouched(self._full)
         return self._full

@@ -35,7 +35,7 @@ from egeria_cache.batch.selection import selected_rows
 from egeria_cache.batch.structure import Rows, is_rows, own_containers, take_rows
 from egeria_cache.batch.trial import Found, operation
 from egeria_cache.device import LEAF_FLAGS
-from egeria_cache.threads import outside_inference_mode
+from egeria_cache.threads import has_other_operations, outside_inference_mode
 
 
 class BatchTensor(Tensor):
@@ -234,6 +234,8 @@ class BatchTensor(Tensor):
 
 def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do what can be recorded; `NotImplemented` if this cannot be."""
+    if has_other_operations():
+        return NotImplemented
     found: list[BatchTensor] = []
     slots = _slots((args, kwargs), found)
     first = found[0]

@@ -74,7 +74,14 @@ def look(
         after = Portrait(roots, thorough=False)
         paths = (*before.prints, *after.prints)
         moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
+        # A cache that gives up one sample for another is as long as before.
+        moved |= {_container(p) for p in moved if (p in before.prints) != (p in after.prints)}
     return Look(prints, together, moved)
+
+
+def _container(path: str) -> str:
+    """Return the path of what holds an item; an attribute is its own."""
+    return path.rpartition("[")[0] if path.endswith("]") else path
 
 
 class Fingerprint:

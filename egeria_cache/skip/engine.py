@@ -45,7 +45,7 @@ from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training
 from egeria_cache.skip.state.watch import hooks_of
-from egeria_cache.threads import uncollected
+from egeria_cache.threads import has_other_operations, uncollected
 
 log = logging.getLogger("egeria")
 
@@ -56,7 +56,10 @@ _MAX_EVEN = 8
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
 _ALL_NEW = "no call came with the arguments of one before it"
-_TRANSFORMED = "the model is called within `torch.func` (vmap, grad), and never without"
+_TRANSFORMED = (
+    "the model is called within `torch.func` (vmap, grad) or under a mode that changes operations, "
+    "and never without"
+)
 _AS_THEY_COME = (
     "Give the model the loader's batches as they come, or do what changes them after the boundary "
     "or in the data set"
@@ -264,7 +267,7 @@ class SkipEngine:
         if self.host.idle and self._is_held and self._is_loops_own(args, kwargs):
             self._num_calls, self._has_run = self._num_calls + 1, True
             return self._forward(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or has_other_operations():
             return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
             threading.get_ident() == self._trained_by or self._is_of_the_loop(args, kwargs)
@@ -356,7 +359,7 @@ class SkipEngine:
         return call.hand_back(result)
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a call within `torch.func`, whose tensors are no batches."""
+        """Compute a call whose operations are others: within `torch.func`, under a mode."""
         if self.boundary is not None:
             self.host.note("called", 0.0, 0)
             self._unserved.note(_TRANSFORMED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -339,6 +340,36 @@ def test_any_context_of_torchs_may_surround_the_model(run, context):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained(run, loss)
+
+
+class DispatchTwice(TorchDispatchMode):
+    """A mode under which `tanh` and a product are others."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        return out + out if func in (aten.tanh.default, aten.mul.Tensor) else out
+
+
+class FunctionTwice(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out + out if func in (torch.tanh, torch.Tensor.mul) else out
+
+
+@hostile(over={"of dispatch": DispatchTwice, "of functions": FunctionTwice})
+@pytest.mark.parametrize("since", [7, 0], ids=["late", "always"])
+@pytest.mark.parametrize("where", ["model", "loop"])
+def test_a_mode_that_makes_other_operations_reaches_what_runs_under_it(run, mode, since, where):
+    def loss(model, x, y, step):
+        context = mode() if step >= since else contextlib.nullcontext()
+        with context:
+            x = x.mul(1.1)
+            if where == "model":
+                return ce(model, x, y)
+        return ce(model, x, y)
+
+    trained(run, numbered(loss), epochs=4)
 
 
 @hostile
