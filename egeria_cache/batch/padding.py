@@ -102,6 +102,10 @@ class Lengths:
         """Return those of some rows; they stay as wide as they are."""
         return Lengths(self.padding, self.own[rows], self.whole)
 
+    def widened(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """Pad the rows of leaves to the lengths of this batch."""
+        return {path: self.padding.widened(path, rows, self.whole) for path, rows in leaves.items()}
+
     def rows(self, leaf: str, values: Any) -> Any:
         """Return the rows of a leaf without their padding; of another leaf as they are."""
         if leaf not in self.padding.values or not isinstance(values, Tensor):

@@ -165,14 +165,14 @@ class LoaderApi:
             return False
         return self._policy.wants_control(entry.view.loader_name, boundary)
 
-    def is_beside(self, loader_name: str) -> bool:
+    def is_beside(self, source: LoaderSource) -> bool:
         """Whether a loader without workers is passed in another thread than the training's: what
         that draws must not be seeded or put back meanwhile. If the model is called, say so.
         """
-        if not self._boundary.is_beside():
+        if source.side_worker is not None or not self._boundary.is_beside():
             return False
         if self._boundary.has_run:
-            self.leave_uncached(loader_name, _BESIDE)
+            self.leave_uncached(source.key, _BESIDE)
         return True
 
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:

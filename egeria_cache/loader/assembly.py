@@ -56,14 +56,12 @@ class Assembly:
 
     Args:
         source: The loader's samples.
-        seed: Of their augmentation.
     """
 
-    def __init__(self, source: LoaderSource, seed: int | None) -> None:
+    def __init__(self, source: LoaderSource) -> None:
         self.cache: LoaderApi | None = None
         """Of the pass that began last."""
         self._source = source
-        self._seed = seed
         self._mean_length, self._num_padded = 0.0, 0
         """Of its batches, where samples are padded."""
         self._rebuilds: bool | None = None
@@ -79,7 +77,7 @@ class Assembly:
         except Exception as error:
             cache.failed(self._source.key, error)
         plan.entry = None
-        return loaded.data if is_whole else self._source.load(plan.whole(self._seed))
+        return loaded.data if is_whole else self._source.load(plan.whole(self._source.seed))
 
     def _assembled(self, plan: Plan, loaded: Loaded) -> Any:
         assert self.cache is not None
@@ -99,9 +97,8 @@ class Assembly:
             lengths = self._joint_lengths(plan, entry, loaded)
             if lengths is None:
                 return self._load_instead(plan)
-            entry.whole, widened = lengths.whole, view.padding.widened
-            misses = {path: widened(path, rows, lengths.whole) for path, rows in misses.items()}
-            kept = {path: widened(path, rows, lengths.whole) for path, rows in kept.items()}
+            entry.whole = lengths.whole
+            misses, kept = lengths.widened(misses), lengths.widened(kept)
         constants = view.own_constants()
         leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
@@ -128,7 +125,7 @@ class Assembly:
         assert self.cache is not None
         assert plan.entry is not None
         self.cache.count_refetched(plan.entry.num_hits)
-        task = plan.whole(self._seed).take(np.ones(len(plan.ids), bool))
+        task = plan.whole(self._source.seed).take(np.ones(len(plan.ids), bool))
         if self._source.axes:
             return self._tag(plan, self._source.measure(task))
         return self._tag(plan, Loaded(plan.number, self._source.load(task), frozenset()))
@@ -175,7 +172,7 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
         if studies:
-            if self._source.study.look_for_padding(plan.whole(self._seed), leaves):
+            if self._source.study.look_for_padding(plan.whole(self._source.seed), leaves):
                 self.cache.padding_found(self._source.key)
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
@@ -192,19 +189,32 @@ class Assembly:
         if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
-        only = self.cache.tagged_leaves(self._source.key)
-        tagged = {
-            path: _wrap(rows, batch, path) if only is None or path in only else rows
-            for path, rows in leaves.items()
-        }
+        self._count(plan)
+        return own_containers(data, structure.rebuild(self._tagged(batch, leaves, leaves)))
+
+    def _count(self, plan: Plan) -> None:
+        """Count a batch that was loaded, with its hits once they are used."""
+        assert self.cache is not None
+        count = partial(self.cache.count_batch, self._source, len(plan.ids))
         if plan.entry is None:
-            self.cache.count_batch(self._source, len(plan.ids), None)
+            count(None)
         else:
-            count = self.cache.count_batch
-            plan.entry.on_load = partial(count, self._source, len(plan.ids), plan.entry.hit)
+            plan.entry.on_load = partial(count, plan.entry.hit)
+
+    def _tagged(
+        self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the leaves of a loaded batch, of which those that the samples own know these."""
+        assert self.cache is not None
+        only = self.cache.tagged_leaves(self._source.key)
+        chosen = own.keys() if only is None else own.keys() & only
+        tagged = {
+            path: _wrap(leaf, batch, path) if path in chosen else leaf
+            for path, leaf in leaves.items()
+        }
         self.cache.count_yielded(batch)
         self._source.yields(tagged.values())
-        return own_containers(data, structure.rebuild(tagged))
+        return tagged
 
     def _still_true(
         self, entry: PlannedEntry | None, leaves: Mapping[str, Any]
@@ -241,7 +251,7 @@ class Assembly:
         structure, leaves = flatten(data, len(plan.ids))
         if not self._is_understood(structure, data, leaves, len(plan.ids)):
             return data
-        task = plan.whole(self._seed)
+        task = plan.whole(self._source.seed)
         source.yields(leaves.values())
         found = find(source, task, loaded, structure, leaves)
         if found.is_new:
@@ -249,22 +259,11 @@ class Assembly:
         padding, entry = study.padding, plan.entry
         if entry is not None and not (entry.view.padding == padding and entry.ready()):
             plan.entry = entry = None
-        if entry is not None:
-            entry.on_load = partial(cache.count_batch, source, len(plan.ids), entry.hit)
-        else:
-            cache.count_batch(source, len(plan.ids), None)
+        self._count(plan)
         forget_lost()
         plan.size = self._size(len(plan.ids), _whole(found.lengths))
         batch = together(source, plan, task, found, stores=self._stores(plan))
-        only = cache.tagged_leaves(source.key)
-        tagged = leaves | {
-            path: _wrap(leaf, batch, path)
-            for path, leaf in found.own.items()
-            if only is None or path in only
-        }
-        cache.count_yielded(batch)
-        source.yields(tagged.values())
-        return own_containers(data, structure.rebuild(tagged))
+        return own_containers(data, structure.rebuild(self._tagged(batch, leaves, found.own)))
 
     def _stores(self, plan: Plan) -> bool:
         """Whether rows of a batch may be stored; else it is computed as without a cache, as a
@@ -304,7 +303,9 @@ class Assembly:
             EgeriaError: They cannot be told, or a sample is not in its place in the batch.
         """
         if loaded.lengths is None or loaded.axes != self._source.axes:
-            task = plan.whole(self._seed)  # it was loaded before it was known that it has to be
+            task = plan.whole(
+                self._source.seed
+            )  # it was loaded before it was known that it has to be
             rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
             loaded = self._source.measure(task.take(rows))
         if loaded.lengths is None:
@@ -355,7 +356,7 @@ class Assembly:
     ) -> Batch:
         forget_lost(leaves, len(plan.ids))
         plan.size = self._size(len(plan.ids), _whole(lengths))
-        source, task = self._source, plan.whole(self._seed)
+        source, task = self._source, plan.whole(self._source.seed)
         size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
         is_read = plan.entry is not None and not plan.entry.num_misses
         constants, metas = dict[str, Any](), dict(rows)
@@ -397,10 +398,7 @@ def _load_rows(
     if cache is not None:
         cache.count_refetched(int(rows.sum()))
     leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
-    if lengths is None:
-        return leaves
-    widened, whole = lengths.padding.widened, lengths.whole
-    return {path: widened(path, leaf, whole) for path, leaf in leaves.items()}
+    return leaves if lengths is None else lengths.widened(leaves)
 
 
 def _why(error: Exception) -> str:

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
-from egeria_cache.loader.one_pass import Pass, TaskSource, is_beside
+from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.loader.samplers import LeanRandomSampler
@@ -159,7 +159,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
         self._num_changes, self._ended_unchanged = 0, True
-        self._assembly = Assembly(self.source, self.seed)
+        self._assembly = Assembly(self.source)
         self._is_prepared = False
         if not self._is_plain:
             note(self)
@@ -229,7 +229,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.use_collate(self.collate_fn)
         if self.cache is not None and not self._is_plain:
             with self.cache.api.beside(self.source.key):
-                if not is_beside(self.cache.api, self.source.key, self.num_workers):
+                if not self.cache.api.is_beside(self.source):
                     self._ask_data_again(at_end=False)
                 self.cache.api.adopt(self.source)
         self.source.is_known_random |= self._progress.is_random

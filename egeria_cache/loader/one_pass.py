@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from egeria_cache.batch import forget_lost
-from egeria_cache.loader.plan import Plan, Planner, Studied, num_foreseeable
+from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress, draw_base_seed
-from egeria_cache.prefetch import PlannedEntry, Prefetcher
-from egeria_cache.samples import Loaded, LoaderSource
+from egeria_cache.prefetch import Prefetcher
+from egeria_cache.samples import Loaded
 from egeria_cache.threads import outside_inference_mode
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderApi
-    from egeria_cache.prefetch import View
 
 
 class TaskSource:
@@ -51,10 +50,11 @@ class Pass:
         self._gathers = False
         """Whether what is stored may wait to be written with more."""
         self._loader = loader
-        self._source = loader.source  # not the loader's: one that is given back has none
+        self._source: LoaderSource = (
+            loader.source
+        )  # not the loader's: one that is given back has none
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
-        self._is_beside = partial(is_beside, cache, loader.source.key, loader.num_workers)
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
             with self._beside():
@@ -65,19 +65,10 @@ class Pass:
             pin_memory=loader.pin_memory,
         )
         self._planner = Planner(
-            iter(loader._index_sampler),
-            loader.source.identify,
-            partial(_outlook, cache, loader.source.key, self._is_beside),
-            self._prefetcher,
-            wants_control=partial(_wants_control, cache),
-            beside=self._beside,
-            study=partial(_study, cache, loader.source),
-            draws_of=partial(loader.source.draws_at, clock=progress.clock),
-            stored_as=loader.source.stored_as,
-            seed=loader.seed,
-            first_number=progress.yielded,
+            iter(loader._index_sampler), loader.source, progress.clock, cache, self._prefetcher,
+            beside=self._beside, first_number=progress.yielded,
             num_foreseeable=num_foreseeable(loader.batch_sampler),
-        )
+        )  # fmt: skip
         if progress.drew_base_seed and loader._rest is None:
             draw_base_seed(loader.generator)
         loader._rest = None
@@ -91,6 +82,10 @@ class Pass:
         self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
         self._inner: Iterator[Loaded] | None = None if self._loads_here else self._start_workers()
+
+    def _is_beside(self) -> bool:
+        """Whether samples are loaded in this process, in another thread than the training's."""
+        return self._cache is not None and self._cache.is_beside(self._source)
 
     def __iter__(self) -> Pass:
         return self
@@ -192,11 +187,12 @@ class Pass:
         """Load what has to be of the next batch, past the inner DataLoader, which takes 50 us."""
         if not self._loads_here or torch.autograd._profiler_enabled():
             return None
-        number = self._planner.take_read()
-        if number is not None:
-            return Loaded(number, None, frozenset())
         task = self._planner.take_planned()
-        return None if task is None else self._source.load_planned(task)
+        if task is None:
+            return None
+        if task.indices is None:
+            return Loaded(task.number, None, frozenset())
+        return self._source.load_planned(task)
 
     def _is_unfrozen(self) -> bool:
         if not self._planner.is_idle or torch.autograd._profiler_enabled():
@@ -259,35 +255,8 @@ class Pass:
         return iter(inner)
 
 
-def is_beside(cache: LoaderApi | None, name: str, num_workers: int) -> bool:
-    """Whether samples are loaded in this process, in another thread than the training's."""
-    return cache is not None and not num_workers and cache.is_beside(name)
-
-
-def _outlook(
-    cache: LoaderApi | None, name: str, is_beside: Callable[[], bool]
-) -> tuple[Sequence[View], bool | None]:
-    """Return what can be read at the moment, and `Plan.seeds_all`."""
-    if cache is None:
-        return (), True
-    if is_beside():
-        return (), None
-    return ((), False) if cache.is_plain(name) else (cache.readable(name), True)
-
-
 def _num_batches(loader: Any) -> int | None:
     try:
         return len(loader)
     except TypeError:  # nobody knows
         return None
-
-
-def _study(cache: LoaderApi | None, source: LoaderSource) -> Studied:
-    if cache is None or cache.boundary is None or not cache.may_store(source.key):
-        return (), False, source.is_steady, False
-    together = source.study.company is not None
-    return source.axes, together, together or source.is_steady, source.has_own_collate
-
-
-def _wants_control(cache: LoaderApi | None, entry: PlannedEntry) -> bool:
-    return cache is not None and cache.wants_control(entry)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,11 @@ from torch.utils.data import (
 from egeria_cache.batch import Axis, SampleId
 from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
-from egeria_cache.samples import Task
+from egeria_cache.samples import Clock, LoaderSource, Task
 from egeria_cache.store import Located
+
+if TYPE_CHECKING:
+    from egeria_cache.cache import LoaderApi
 
 _DRAW_AT_ONCE = (
     SequentialSampler,
@@ -82,6 +85,7 @@ def _draws_at_once(sampler: Any) -> bool:
 
 
 Studied = tuple[tuple[Axis, ...], bool, bool, bool]
+"""`Plan.axes`, `places`, `loads_hits` and `compares`."""
 _UNSTUDIED: Studied = (), False, False, False
 
 
@@ -122,12 +126,11 @@ class Plan:
 
     def misses(self, seed: int | None) -> Task:
         """Return the samples that DataLoader's workers have to load."""
-        whole = self.whole(seed)
         if self.entry is None or self.loads_hits:
-            return whole
+            return self.whole(seed)
         if not self.entry.num_misses:
-            return whole._replace(indices=None)
-        return whole.take(~self.entry.hit)
+            return Task(self.number, None, (), (), None)
+        return self.whole(seed).take(~self.entry.hit)
 
 
 def best_entry(
@@ -162,46 +165,31 @@ class Planner:
     def __init__(
         self,
         index_batches: Iterator[Sequence[Any]],
-        identify: Callable[[Sequence[Any]], list[SampleId]],
-        outlook: Callable[[], tuple[Sequence[View], bool | None]],
+        source: LoaderSource,
+        clock: Clock,
+        cache: LoaderApi | None,
         prefetcher: Prefetcher,
         *,
-        wants_control: Callable[[PlannedEntry], bool] = lambda entry: False,
-        beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        study: Callable[[], Studied] = lambda: _UNSTUDIED,
-        draws_of: Callable[[Sequence[SampleId]], npt.NDArray[np.int64]],
-        stored_as: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
-        seed: int | None,
-        first_number: int = 0,
-        num_foreseeable: int = 0,
+        beside: Callable[[], AbstractContextManager[Any]],
+        first_number: int,
+        num_foreseeable: int,
     ) -> None:
         """Plan the batches of one epoch.
 
         Args:
             index_batches: What the batch sampler draws.
-            identify: Indices -> sample IDs.
-            outlook: Returns the generations that can be read at the moment, deepest first, and
-                `Plan.seeds_all`.
+            source: The loader's samples.
+            clock: Which random draws of them this pass uses.
+            cache: Says what can be read at the moment.
             prefetcher: Reads the hits of plans that come near.
-            wants_control: Whether a batch is to be computed although this would serve it.
             beside: What goes wrong inside of it is none of the loop's errors.
-            study: Returns along which axes samples are to be measured when they are loaded,
-                whether they are to be looked for in their batch, whether hits are loaded, too, and
-                whether they are compared with what they are alone.
-            draws_of: Sample IDs -> which random draw of each this pass uses.
-            stored_as: Draws -> those under which activations are stored.
-            seed: The run's augmentation seed.
             first_number: Number of the first batch.
             num_foreseeable: Batches below this number may be drawn ahead.
         """
         self._index_batches = index_batches
-        self._identify = identify
-        self._outlook = outlook
+        self._source, self._clock, self._cache = source, clock, cache
         self._prefetcher = prefetcher
-        self._wants_control = wants_control
-        self._study, self._beside = study, beside
-        self._draws_of, self._stored_as = draws_of, stored_as
-        self._seed = seed
+        self._beside = beside
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
         self._is_exhausted = False
@@ -218,7 +206,7 @@ class Planner:
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
         while self._undispatched or self._draw(*self._outlook()):
-            yield self._undispatched.popleft().misses(self._seed)
+            yield self._undispatched.popleft().misses(self._source.seed)
 
     def take_indices(self) -> list[Any] | None:
         """Return what the sampler draws next, past all planning: only while `is_idle`.
@@ -237,7 +225,7 @@ class Planner:
         plans = list[Plan]()
         with self._beside():
             plans = self._plans([indices], (), seeds_all, number)
-        return (plans or self._unknown([indices], seeds_all, number))[0].whole(self._seed)
+        return (plans or self._unknown([indices], seeds_all, number))[0].whole(self._source.seed)
 
     @property
     def is_idle(self) -> bool:
@@ -280,21 +268,10 @@ class Planner:
                 with self._beside():
                     raise
 
-    def take_read(self) -> int | None:
-        """Return the number of the next task if it is one of hits alone: there is nothing to load.
-
-        None if a task has to be loaded, or the epoch is at its end.
-        """
-        if not self._undispatched:
-            return None
-        entry = self._undispatched[0].entry
-        if entry is None or entry.num_misses or self._undispatched[0].loads_hits:
-            return None
-        return self._undispatched.popleft().number
-
     def take_planned(self) -> Task | None:
         """Return the next task that is planned; None if none is."""
-        return self._undispatched.popleft().misses(self._seed) if self._undispatched else None
+        waiting = self._undispatched
+        return waiting.popleft().misses(self._source.seed) if waiting else None
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
@@ -311,6 +288,26 @@ class Planner:
         """Forget the next plan: its samples could not be loaded."""
         if self._planned:
             self._planned.popleft()
+
+    def _outlook(self) -> tuple[Sequence[View], bool | None]:
+        """Return what can be read at the moment, deepest first, and `Plan.seeds_all`."""
+        cache, source = self._cache, self._source
+        if cache is None:
+            return (), True
+        if cache.is_beside(source):
+            return (), None
+        return ((), False) if cache.is_plain(source.key) else (cache.readable(source.key), True)
+
+    def _study(self) -> Studied:
+        cache, source = self._cache, self._source
+        if cache is None or cache.boundary is None or not cache.may_store(source.key):
+            return _UNSTUDIED
+        together = source.study.company is not None
+        return source.axes, together, together or source.is_steady, source.has_own_collate
+
+    def _is_control(self, entry: PlannedEntry) -> bool:
+        """Whether a batch is to be computed although this would serve it."""
+        return self._cache is not None and self._cache.wants_control(entry)
 
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
@@ -352,11 +349,11 @@ class Planner:
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
     ) -> list[Plan]:
-        ids = self._identify(list(chain.from_iterable(batches)))
-        draws, study, start = self._draws_of(ids), _UNSTUDIED, 0
-        if seeds_all is not None:
-            study = self._study()
-        stored = self._stored_as(draws) if views else draws
+        source = self._source
+        ids = source.identify(list(chain.from_iterable(batches)))
+        draws, start = source.draws_at(ids, self._clock), 0
+        study = _UNSTUDIED if seeds_all is None else self._study()
+        stored = source.stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         plans = []
         for number, indices in enumerate(batches, first):
@@ -365,7 +362,7 @@ class Planner:
             here = [(view, located.rows(start, stop)) for view, located in places]
             entry = best_entry(here, number, own, stored[start:stop])
             self._is_read = entry is not None and not entry.num_misses
-            control = entry if entry is not None and self._wants_control(entry) else None
+            control = entry if entry is not None and self._is_control(entry) else None
             plans.append(Plan(
                 number, indices, own, drawn, None if control else entry, seeds_all, control,
                 *((*_UNSTUDIED[:2], study[2]) if control else study),

@@ -135,7 +135,4 @@ def _load_own(
     leaves = flatten(loaded.data, int(rows.sum()))[1]
     back = np.argsort(loaded.places.order)
     again = {path: at_rows(leaves[path], back) for path in paths}
-    if lengths is None:
-        return again
-    widened, whole = lengths.padding.widened, lengths.whole
-    return {path: widened(path, leaf, whole) for path, leaf in again.items()}
+    return again if lengths is None else lengths.widened(again)

@@ -407,13 +407,6 @@ class LoaderSource:
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):
-            each = again.shape[0] if again.dim() else 0
-            if each > 1 and once.shape[:1] == (each * batch.size,):
-                return (
-                    f"leaf {path or 'of the batch'!r} has {len(once)} rows for {batch.size} "
-                    f"samples; collate it to the shape ({batch.size}, {each}, ...), and let the "
-                    "model take the two dimensions together (`flatten(0, 1)`)"
-                )
             there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
             how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
@@ -429,8 +422,7 @@ class LoaderSource:
         task, study = batch.context.task, self.study
         again = study.alone(task, rows[0]) if len(rows) == 1 else study.leaves(task, mask)
         if batch.lengths is not None:
-            padding, whole = batch.lengths.padding, batch.lengths.whole
-            again = {path: padding.widened(path, leaf, whole) for path, leaf in again.items()}
+            again = batch.lengths.widened(again)
         for path, leaf in batch.leaves.items():
             constants = batch.context.constants
             held = constants[path] if path in constants else take_rows(leaf, mask)
