@@ -2,7 +2,8 @@
 
 `cache.py` is what a user sees. `loader_api.py` is what a loader asks; `engine_callbacks.py` what
 the skip engine tells and asks; `boundary.py` where the model is frozen up to and who moves that,
-and the state that all share. `front.py` is a frozen front that was taken out of its model. Owns the store, the reader threads and the engine, and closes them.
+and the state that all share. `front.py` is a frozen front that was taken out of its model.
+Owns the store, the reader threads and the engine, and closes them.
 """
 
 from egeria_cache.cache.cache import ActivationCache
