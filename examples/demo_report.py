@@ -162,21 +162,19 @@ def print_story(console: Console, result: Result, out: Path) -> None:
     for command, what in (
         (f"{_tool('cache-inspect')} {out / 'state' / 'cache-finetune'}", "what the cache holds"),
         (f"{_tool('python')} examples/finetune_text.py", "BERT on text that is padded"),
-        (f"cd examples && {_tool('cache-inspect', '..')} plan digits:made",
-         "where this model could be cut, and what each cut would bring, before any training"),
     ):  # fmt: skip
         # Not wrapped and not coloured: these are to be copied.
         console.print(f"  {command}", highlight=False, soft_wrap=True)
         console.print(f"      {what}", style="dim")
 
 
-def _tool(name: str, up: str = "") -> str:
-    """Return how a command of this environment is called from here, or from a folder below."""
+def _tool(name: str) -> str:
+    """Return how a command of this environment is called from here."""
     own = Path(sys.executable).parent / name
     if not own.exists():
         return name
     try:
-        return str(Path(up) / own.relative_to(Path.cwd()))
+        return str(own.relative_to(Path.cwd()))
     except ValueError:
         return str(own)
 

@@ -7,15 +7,13 @@ a CIFAR-style ResNet: a stem, three stages of basic blocks with BatchNorm, a lin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-__all__ = ["Digits", "ResNet", "made"]
+__all__ = ["Digits", "ResNet"]
 
 NUM_TEST = 360
 
@@ -47,12 +45,6 @@ class Digits(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.images[index]
         return (_augment(image) if self.augment else image), self.targets[index]
-
-
-def made() -> tuple[nn.Module, DataLoader[Any], Any]:
-    """Return model, loader and step, as `cache-inspect plan` asks for them: without arguments."""
-    loader = DataLoader(Digits(train=True), batch_size=32)
-    return ResNet(), loader, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 
 def _augment(image: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 from egeria_cache.arguments import did_you_mean
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect import report
-from egeria_cache.inspect.plan import plan
 from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY, survey
 from egeria_cache.inspect.words import plain
 from egeria_cache.store import DamagedError
@@ -28,6 +27,7 @@ COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack")
 GONE = {
     "clear": "prune --unused removes what no process uses",
     "fill": "the first epoch of the training stores all that it computes",
+    "plan": "cache.report() tells in the training what a cache brings",
     "watch": "cache.stats() and cache.report() tell it in the training script",
 }
 """Commands that were, and what does it now."""
@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        if arguments[:1] == ["plan"]:  # there is no cache yet; one of that name is ./plan
-            return plan(arguments[1:])
         if not arguments:
             _parser().print_help()
             return HEALTHY
@@ -69,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="cache-inspect",
         description="Show, check and clean Egeria's caches: directories that keep, per training "
         "sample, the output of a model's frozen front, so that training need not compute it again.",
-        epilog="Before any training, instead of DIR: plan FACTORY measures what a cache would "
-        "bring (see plan --help). "
-        "Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
+        epilog="Exit codes: 0 healthy, 1 damaged, 2 bad arguments.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the cache's directory")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")

@@ -38,7 +38,6 @@ from egeria_cache.pystate.snapshot import (
     Moved,
     Reach,
     Snapshot,
-    stashed,
 )
 
 __all__ = [
@@ -83,7 +82,6 @@ __all__ = [
     "own_slots",
     "plain_print",
     "reached",
-    "stashed",
     "tensor_digest",
     "tensor_print",
 ]

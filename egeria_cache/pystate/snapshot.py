@@ -13,7 +13,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from threading import Thread, local
@@ -68,7 +67,6 @@ from egeria_cache.pystate.places import (
     place_of,
     sketch_of,
 )
-from egeria_cache.pystate.random_state import RandomState
 
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -428,17 +426,3 @@ def _same(now: Any, kept: Any) -> bool:
     if isinstance(now, set | bytearray | array):
         return bool(now == kept)
     return pickle.dumps(now) == pickle.dumps(kept)
-
-
-@contextmanager
-def stashed(model: nn.Module) -> Iterator[None]:
-    """Put back the model's state and the random generators when the block ends.
-
-    For forwards that only the user's own code can start, so that they cannot run on a copy.
-    """
-    state, generators = Snapshot([("", model)]), RandomState.now()
-    try:
-        yield
-    finally:
-        state.put_back()
-        generators.restore()

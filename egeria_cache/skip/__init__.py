@@ -16,14 +16,13 @@ from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
 from egeria_cache.skip.model.attach import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
-from egeria_cache.skip.prove.cut_points import Candidate, blocks, candidates, holds_stage
+from egeria_cache.skip.prove.cut_points import blocks, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
 
 __all__ = [
     "MAX_CHAINS",
-    "Candidate",
     "Cut",
     "FrozenPrefix",
     "RandomState",
@@ -31,7 +30,6 @@ __all__ = [
     "SkipHost",
     "Step",
     "blocks",
-    "candidates",
     "differs_in_training",
     "groups_of",
     "holds_stage",

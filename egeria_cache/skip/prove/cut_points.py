@@ -1,86 +1,17 @@
-"""Where a model might be cut: its blocks in forward order, and what freezes with each."""
+"""Where a model might be cut: its blocks, and before which of them nothing trains."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.pystate import names_in, reached, stashed
-from egeria_cache.skip.model.calls import CallRecord, Recorder, intercept
-from egeria_cache.skip.prove.dry_run import patchable
+from egeria_cache.pystate import names_in, reached
+from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.prove.traced_batch import leaves_behind
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One place to cut."""
-
-    boundary: str
-    """Qualified name of the last frozen module."""
-    parameters: tuple[str, ...]
-    """What is frozen with it: all that ran before it returned, and all that its output was made
-    from (a class token belongs to no module of the prefix)."""
-
-
-def candidates(
-    model: nn.Module, run: Callable[[], Any], pattern: str | None = None
-) -> list[Candidate]:
-    """Watch one forward; return where it might be cut, front first.
-
-    Args:
-        model: The model, in the mode it trains in.
-        run: Runs its forward once, with autograd recording.
-        pattern: Regular expression for whole qualified names, instead of the model's blocks and
-            what lies between them.
-
-    Raises:
-        ValueError: No module that is called is one; a bad expression.
-    """
-    recorder = Recorder(keep_outputs=True)
-    names = {id(module): name for name, module in model.named_modules()}
-    with stashed(model), intercept(patchable(model), recorder), torch.enable_grad():
-        run()
-    called = {names[id(call.module)]: i for i, call in enumerate(recorder.calls) if call.end >= 0}
-    if pattern is None:
-        wanted = set(blocks(model))
-    else:
-        try:
-            wanted = {name for name in called if re.fullmatch(pattern, name)}
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-    chosen = sorted(
-        (i for name, i in called.items() if name in wanted), key=lambda i: recorder.calls[i].end
-    )
-    if pattern is None:
-        chosen = [i for i in chosen if not ends_in_training(recorder.before(i)[0])]
-        chosen = _worthwhile(chosen, [call.module for call in recorder.calls])
-    of_parameters = {id(p): name for name, p in model.named_parameters()}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    found = []
-    for index in chosen:
-        call = recorder.calls[index]
-        steps, _ = recorder.before(index)
-        inside = [p for step in steps for p in step.module.parameters()]
-        behind = leaves_behind(call.output)
-        ids = [id(parameter) for parameter in inside + behind]
-        frozen = dict.fromkeys(of_parameters[one] for one in ids if one in of_parameters)
-        if frozen and trained - frozen.keys():  # something to skip, and something left to train
-            found.append(Candidate(names[id(call.module)], tuple(frozen)))
-    if not found:
-        what = "no block" if pattern is None else f"no module that matches {pattern!r}"
-        raise ValueError(
-            f"{what} of {type(model).__name__} can be a boundary: one is called by the forward, "
-            "has parameters up to it and trainable ones behind it; called were "
-            + (", ".join(sorted(called)[:12]) or "none (compile its blocks, not the whole model)")
-        )
-    return found
 
 
 def frozen_cut_points(
