@@ -25,7 +25,7 @@ from egeria_cache.arguments import (
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks, device_of
-from egeria_cache.cache.loader_api import LoaderApi
+from egeria_cache.cache.loader_api import LoaderApi, Passes
 from egeria_cache.device import runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
@@ -148,7 +148,7 @@ class ActivationCache:
         )  # fmt: skip
         self._moves = Boundary(self._engine, status)
         self.api = LoaderApi(
-            status, self._moves, host, self._readers,
+            status, self._moves, host, self._readers, Passes(self.directory),
             ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +18,11 @@ from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
+from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
 from egeria_cache.samples import Clock, LoaderSource
+from egeria_cache.store import ROOT_FORMAT, read_json, write_json
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
@@ -36,6 +43,7 @@ class LoaderApi:
         boundary: Boundary,
         host: EngineCallbacks,
         readers: ReaderThreads,
+        passes: Passes,
         *,
         ring_batches: int,
         stats: Callable[[], CacheStats],
@@ -43,8 +51,7 @@ class LoaderApi:
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
-        self._clocks: dict[str, Clock] = {}
-        """Where the next pass over random samples stands, by what they are."""
+        self.passes = passes
         self._status = status
         self._boundary = boundary
         self._host = host
@@ -119,13 +126,7 @@ class LoaderApi:
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed."""
         if source.is_random and self.views(source.key):
-            self._clocks[_drawn_as(source)] = Clock(clock.tick + 1, clock.since)
-
-    def next_clock(self, source: LoaderSource) -> Clock | None:
-        """Return where a new loader's first pass stands; None if nobody has passed its samples, or
-        if they are not random.
-        """
-        return self._clocks.get(_drawn_as(source)) if self._clocks else None
+            self.passes.ended(source, clock)
 
     def is_refused(self, loader_name: str) -> bool:
         """Whether nothing can be cached for this loader."""
@@ -253,5 +254,63 @@ class LoaderApi:
         )  # fmt: skip
 
 
-def _drawn_as(source: LoaderSource) -> str:
-    return repr((source.fields, source.draws.reuse))
+NOTE = "note-"
+MAX_TICK = 1 << 31
+
+
+class Passes:
+    """The passes of one cache directory, one note for each loader of random samples. Used from the
+    training thread.
+
+    Args:
+        directory: Of the cache.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[str, Clock] = {}
+
+    def next_of(self, source: LoaderSource) -> Clock | None:
+        """Return where a loader's first pass stands; None if nobody has passed its samples, or if
+        they are not random.
+        """
+        if not self._known and not any(self._directory.glob(f"{NOTE}*")):
+            return None
+        name = _note_of(source)
+        return self._known.get(name) or next(_clocks(self._directory, name), (None, None))[0]
+
+    def ended(self, source: LoaderSource, clock: Clock) -> None:
+        """Note that all samples have been passed."""
+        after, name = Clock(clock.tick + 1, clock.since), _note_of(source)
+        self._known[name] = after
+        draws = {"of": source.fields, "reuse": source.draws.reuse}
+        content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
+        with contextlib.suppress(OSError, StoreError):
+            write_json(self._directory / name, content)
+
+
+def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return, by loader whose samples are in a generation of these fields, for how many epochs a
+    random draw of them is used (`reuse`), and how many `epochs` were passed.
+    """
+    return [
+        {"reuse": note.get("reuse"), "epochs": clock.tick}
+        for clock, note in _clocks(directory, f"{NOTE}*.json")
+        if isinstance(of := note.get("of"), dict) and of.items() <= fields.items()
+    ]
+
+
+def _note_of(source: LoaderSource) -> str:
+    fields = {**source.fields, "reuse": source.draws.reuse}
+    text = json.dumps(fields, sort_keys=True, default=repr)
+    return f"{NOTE}draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def _clocks(directory: Path, pattern: str) -> Iterator[tuple[Clock, dict[str, Any]]]:
+    """Give what the notes of such names say; those that cannot be read are left out."""
+    for path in sorted(directory.glob(pattern)):
+        with contextlib.suppress(OSError, StoreError):
+            note = read_json(path, ROOT_FORMAT)
+            tick, since = note.get("tick"), note.get("since")
+            if type(tick) is int and type(since) is int and 0 <= since <= tick < MAX_TICK:
+                yield Clock(tick, since), note

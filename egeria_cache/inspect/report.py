@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from egeria_cache.cache import draws_noted
 from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.words import age, plain, print_json, table
@@ -326,9 +327,10 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     path = report.directory / one.name
     manifest, inside = Manifest.read(path), contents(path)
     state = DAMAGED if inside.num_damaged else HEALTHY
+    drawn = draws_noted(report.directory, manifest.fields)
     if options.json:
         told = {"fields": dict(manifest.fields), "contents": dataclasses.asdict(inside)}
-        print_json({**_generation_json(one), **told})
+        print_json({**_generation_json(one), **told, "random_draws": drawn})
         return state
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
@@ -344,6 +346,9 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
         print(title)
         for name, text in pairs.items():
             print(f"  {plain(name)}: {plain(text):.100}")
+    for way in drawn:
+        uses = "for ever" if way["reuse"] is None else f"for {way['reuse']} epochs each"
+        print(plain(f"  used {uses}; {way['epochs']:,} epochs were passed"))
     return state
 
 

@@ -319,14 +319,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def _enter(self, epoch: int, last: Progress) -> tuple[int, int]:
         """Return how far the random draws of a pass are ahead of its epoch, and `Clock.since`.
 
-        The first pass of a loader that begins frozen goes on with the draws of those before it.
+        The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
         api = None if self.cache is None else self.cache.api
         if api is None or not api.serves(self.source.key):
             return last.ahead or 0, epoch + (last.ahead or 0)
         known = None
         with api.beside(self.source.key):
-            known = api.next_clock(self.source) if last.ahead is None else None
+            known = api.passes.next_of(self.source) if last.ahead is None else None
         if known is not None:
             self.source.is_known_random = True
             return known.tick - epoch, known.since

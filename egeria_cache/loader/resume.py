@@ -49,7 +49,7 @@ class Progress:
 
     epoch: int = 0
     ahead: int | None = None
-    """Passes of earlier loaders whose random draws are gone on with; None before the first."""
+    """Passes of earlier runs whose random draws are gone on with; None before the first."""
     since: int = 0
     """See `Clock.since`."""
     is_random: bool = False

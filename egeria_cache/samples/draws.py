@@ -32,7 +32,7 @@ class Clock:
     """Where a pass stands among all passes over a loader's samples."""
 
     tick: int = 0
-    """Number of the pass, those of earlier loaders included whose draws are gone on with."""
+    """Number of the pass, those of earlier runs included whose draws are gone on with."""
     since: int = 0
     """The tick since which a boundary has been set; `tick` itself while there is none."""
 
