@@ -19,7 +19,6 @@ Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
 
 GONE = {
-    "augmentation_variants": "one draw of each sample is kept, for `reuse` epochs",
     "calibration": "a layer's first three readings set its tolerance",
     "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
     "dropout": "dropout layers of a frozen front pass their input on",

@@ -118,7 +118,7 @@ def _methods(name: str, task: Report) -> Table:
 def _sweep(name: str, sweep: Report) -> Table:
     own, settings = sweep["summary"], sweep.get("settings", {})
     is_kept = settings.get("reuse", 1) is None
-    kept = f" of {settings.get('variants', 1)} draws a sample" if is_kept else ""
+    kept = f" of {settings['variants']} draws a sample" if is_kept else ""
     rows = [
         ["eight runs, uncached", seconds(own["uncached_s"]["median"]), "1.00x",
          number(own["best_uncached"]["median"], 4), "-"],

@@ -28,10 +28,14 @@ TITLES = {
 }
 
 
+VARIANTS = 4
+"""Draws of each sample that all eight runs see: settings are compared on the same samples."""
+
+
 def sweep_task(name: str, *, small: bool = False) -> Task:
     """Return the fine-tuning task whose backbone is frozen up to the sweep's boundary."""
     base = TASKS["digits-finetune"]
-    task = replace(quick(base) if small else base, evaluations=1, reuse=None)
+    task = replace(quick(base) if small else base, evaluations=1, reuse=None, variants=VARIANTS)
     layers = r"conv1|bn1|layer1|layer2\.\d|layer3|head"
     if name == "sweep-head":
         layers = r"conv1|bn1|layer\d|head"

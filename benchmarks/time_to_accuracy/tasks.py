@@ -80,6 +80,8 @@ class Task:
     """Of each trial of that probe."""
     static_start: float = 0.0
     """Part of the schedule after which the static method freezes."""
+    variants: int = 1
+    """Augmented versions of each sample that the cache keeps."""
     reuse: int | None = DEFAULT_REUSE
     """For how many epochs it uses each of them."""
     plasticity: dict[str, Any] = field(default_factory=dict)
@@ -223,6 +225,7 @@ TASKS = {
             schedule="cosine",
             static_boundary="layer2.2",
             static_start=0.5,
+            variants=3,
             plasticity={
                 "evaluate_every": 2,
                 "window": 10,
@@ -268,6 +271,7 @@ TASKS = {
             evaluations=2,
             suggest_steps=110,
             shortened_to="static+cache",
+            variants=1,
             plasticity={
                 "num_layers": 3,
                 "evaluate_every": 2,

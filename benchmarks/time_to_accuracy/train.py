@@ -244,7 +244,7 @@ def make_loader(task: Task, problem: Problem, seed: int, cache: Any = None) -> A
         )
     return EgeriaLoader(
         problem.train, task.batch_size, shuffle=True, drop_last=True, generator=generator,
-        cache=cache, seed=0, reuse=task.reuse,
+        cache=cache, seed=0, reuse=task.reuse, augmentation_variants=task.variants,
     )  # fmt: skip
 
 

@@ -5,9 +5,9 @@
 Real data (handwritten digits, photographs, docstrings) whose samples are augmented at random, and
 fronts of convolutions and of attention that were trained on other classes. The front is frozen, a
 head trains behind it: with draws made anew in every epoch, by plain PyTorch; with draws that are
-used for 2, 4, 8 and 16 epochs and for ever; and with features augmented behind the front instead.
-Everything in turns, for every seed. Then two larger models, whose front is three quarters of a
-step, are trained for 12 epochs and more: for their time alone.
+used for 2, 4, 8 and 16 epochs and for ever; with 2, 4 and 8 draws kept for ever; and with features
+augmented behind the front instead. Everything in turns, for every seed. Then two larger models,
+whose front is three quarters of a step, are trained for 12 epochs and more: for their time alone.
 Writes benchmarks/results/variants.json and variants.png (not with --quick).
 """
 
@@ -43,6 +43,7 @@ class Arm:
     """One way to train the head."""
 
     reuse: int | None = None
+    kept: int = 1
     is_served: bool = True
     """By a cache; else plain PyTorch, which draws anew in every epoch."""
     draws: bool = True
@@ -55,6 +56,7 @@ ARMS = {
     FRESH: Arm(is_served=False),
     **{f"reuse={n}": Arm(n) for n in (2, 4, 8, 16)},
     "reuse=None": Arm(None),
+    **{f"reuse=None, {n} variants": Arm(None, n) for n in (2, 4, 8)},
     "features alone": Arm(draws=False, augments_features=True),
     "reuse=4 and features": Arm(4, augments_features=True),
 }
@@ -83,7 +85,7 @@ def run(task: Task, model: nn.Module, arm: Arm, epochs: int, seed: int, director
         if cache is not None:
             loader = EgeriaLoader(
                 data, BATCH_SIZE, shuffle=True, collate_fn=task.collate, generator=order,
-                cache=cache, seed=seed, reuse=arm.reuse,
+                cache=cache, seed=seed, reuse=arm.reuse, augmentation_variants=arm.kept,
             )  # fmt: skip
         times = []
         for _ in range(epochs):
@@ -179,7 +181,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def _short(name: str) -> str:
     short = {
-        " in every epoch": "", "reuse=None": "1 kept",
+        " in every epoch": "", "reuse=None, ": "", "variants": "kept", "reuse=None": "1 kept",
         "reuse=": "r", " and features": " + f", "features alone": "f alone",
     }  # fmt: skip
     for long, brief in short.items():

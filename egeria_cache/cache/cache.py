@@ -170,7 +170,7 @@ class ActivationCache:
         Args:
             loader: A DataLoader, an EgeriaLoader, or what Accelerate or Fabric made of one.
             options: What `EgeriaLoader` takes and DataLoader does not: `name`, `seed`,
-                `reuse`, `sample_id`, `sample_version`.
+                `reuse`, `augmentation_variants`, `sample_id`, `sample_version`.
 
         Raises:
             EgeriaError: Its class makes its passes itself.

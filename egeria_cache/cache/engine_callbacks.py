@@ -237,7 +237,8 @@ class EngineCallbacks:
         if reason is not None:
             return reason
         return self._store.open_generation(
-            {**cut.fields, **source.fields}, num_expected=len(source.dataset)
+            {**cut.fields, **source.fields},
+            num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
         )
 
     def _restless(self, batch: Batch, cut: Cut) -> str | None:
@@ -310,7 +311,7 @@ class EngineCallbacks:
             self.leave_uncached(batch.loader_name, source.why_not_served)
             return False
         self._counts.reuse[source.name] = source.draws.reuse
-        num_bytes = cut.row_bytes * len(source.dataset)
+        num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
         # Who has chosen need not be told in every run.
         level = logging.WARNING if source.draws.reuse == DEFAULT_REUSE else logging.INFO
         told = source.draws.told(source.drawn_from, num_bytes)

@@ -283,7 +283,7 @@ class Passes:
         """Note that all samples have been passed."""
         after, name = Clock(clock.tick + 1, clock.since), _note_of(source)
         self._known[name] = after
-        draws = {"of": source.fields, "reuse": source.draws.reuse}
+        draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
         content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
         with contextlib.suppress(OSError, StoreError):
             write_json(self._directory / name, content)
@@ -291,17 +291,17 @@ class Passes:
 
 def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return, by loader whose samples are in a generation of these fields, for how many epochs a
-    random draw of them is used (`reuse`), and how many `epochs` were passed.
+    random draw of them is used (`reuse`), how many are `kept`, and how many `epochs` were passed.
     """
     return [
-        {"reuse": note.get("reuse"), "epochs": clock.tick}
+        {"reuse": note.get("reuse"), "kept": note.get("kept"), "epochs": clock.tick}
         for clock, note in _clocks(directory, f"{NOTE}*.json")
         if isinstance(of := note.get("of"), dict) and of.items() <= fields.items()
     ]
 
 
 def _note_of(source: LoaderSource) -> str:
-    fields = {**source.fields, "reuse": source.draws.reuse}
+    fields = {**source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
     text = json.dumps(fields, sort_keys=True, default=repr)
     return f"{NOTE}draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 

@@ -44,7 +44,7 @@ _ARGUMENTS = (
     "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
     "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
-    "reuse", "name", "sample_id", "sample_version",
+    "reuse", "augmentation_variants", "name", "sample_id", "sample_version",
 )  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
@@ -67,6 +67,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
             With 1 every epoch draws anew, and nothing is served; with None the first draws are kept
             for ever. Samples that draw nothing are served always, and while nothing is frozen every
             epoch draws anew. See docs/augmentation.md.
+        augmentation_variants: How many draws of each sample are kept on disk: each epoch that makes
+            no new one takes any of them.
         name: Distinguishes the loaders of one cache ("train", "val").
         sample_id: Maps an index drawn by the sampler to the sample's stable identity: an int, a
             string, or a tuple of them. Defaults to the data set's `sample_id` method if it has
@@ -77,7 +79,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     Raises:
         TypeError: A cache was given, and the dataset has no length, or is a DataLoader.
-        ValueError: `reuse` is below 1.
+        ValueError: `reuse` or `augmentation_variants` is below 1.
     """
 
     _asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
@@ -107,6 +109,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         cache: ActivationCache | None = None,
         seed: int | None = None,
         reuse: int | None = DEFAULT_REUSE,
+        augmentation_variants: int = 1,
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
@@ -121,8 +124,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self._serve(
-            cache, seed=seed, reuse=reuse, name=name, sample_id=sample_id,
-            sample_version=sample_version,
+            cache, seed=seed, reuse=reuse, augmentation_variants=augmentation_variants, name=name,
+            sample_id=sample_id, sample_version=sample_version,
         )  # fmt: skip
 
     def _serve(
@@ -131,12 +134,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
         *,
         seed: int | None = None,
         reuse: int | None = DEFAULT_REUSE,
+        augmentation_variants: int = 1,
         name: str = "train",
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
     ) -> None:
         """Be served from `cache` from the next pass on; the arguments are those of the class."""
         _check_cache(cache)
+        check_whole_number("augmentation_variants", augmentation_variants)
         if reuse is not None:
             check_whole_number("reuse, in epochs, or None for ever,", reuse)
         if cache is not None and not isinstance(self.dataset, IterableDataset):
@@ -144,13 +149,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.cache = cache
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
-        self.reuse = reuse
+        self.reuse, self.augmentation_variants = reuse, augmentation_variants
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
         self.source = LoaderSource(
             self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
             name=name, seed=self.seed,
-            draws=Draws(self.seed or 0, reuse),
+            draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.

@@ -24,7 +24,8 @@ DEFAULT_REUSE = 8
 """Epochs: docs/augmentation.md has the figures."""
 NO_DRAW = (1 << 32) - 1
 """A number that no draw ever has."""
-_GOLDEN, _PHASE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_GOLDEN, _PHASE, _CHOICE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ class Draws:
 
     seed: int
     reuse: int | None
-    """For how many epochs a draw is used; None: for ever."""
+    """For how many epochs a draw is the newest one of its sample; None: for ever."""
+    kept: int = 1
+    """Draws of each sample that are in use at a time: the newest ones, of which each epoch that
+    makes no new one takes any."""
 
     def at(self, ids: Sequence[SampleId], clock: Clock) -> npt.NDArray[np.int64]:
         """Return the draw of each sample in this pass: int64, shape (B,), never negative.
@@ -55,12 +59,20 @@ class Draws:
         passed = clock.tick - clock.since
         if passed <= 0:
             return np.full(len(ids), clock.tick, np.int64)
-        if self.reuse is None:
-            return np.full(len(ids), clock.since, np.int64)
         numbers = _numbers(self.seed, ids)
+        newest = self._newest(numbers, passed)
+        if self.kept > 1:
+            before = self._newest(numbers, passed - 1)
+            chosen = _mixed(numbers ^ np.uint64(_CHOICE * (clock.tick + 1) & _MASK))
+            back = (chosen % np.minimum(newest + 1, self.kept).astype(np.uint64)).astype(np.int64)
+            newest = newest - np.where(newest > before, 0, back)
+        return clock.since + newest
+
+    def _newest(self, numbers: npt.NDArray[np.uint64], passed: int) -> npt.NDArray[np.int64]:
+        if self.reuse is None:
+            return np.full(len(numbers), min(passed, self.kept - 1), np.int64)
         turn = (_mixed(numbers ^ np.uint64(_PHASE)) % np.uint64(self.reuse)).astype(np.int64)
-        drawn: npt.NDArray[np.int64] = clock.since + (passed + turn) // self.reuse
-        return drawn
+        return (passed + turn) // self.reuse
 
     @property
     def served(self) -> float:
@@ -71,13 +83,16 @@ class Draws:
         """Return the draws that are used no more once these are made; None if all are kept."""
         if self.reuse is None:
             return None
-        return np.where(draws < 1, NO_DRAW, draws - 1)
+        return np.where(draws < self.kept, NO_DRAW, draws - self.kept)
 
     def told(self, drawn_from: str, num_bytes: int) -> str:
         """Say for people what is done with random samples, what it costs and what it saves."""
+        kept = (
+            f"{self.kept} draws of each are kept" if self.kept > 1 else "One draw of each is kept"
+        )
         how = f", used for {self.reuse} epochs each and then made anew, in turns"
         return (
-            f"its samples draw random numbers ({drawn_from}). One draw of each is kept"
+            f"its samples draw random numbers ({drawn_from}). {kept}"
             f"{' for ever' if self.reuse is None else how}: about {self.served:.0%} of the frozen "
             f"front's forward is saved, for {num_bytes / 1e6:.1f} MB on disk, uncompressed. "
             "EgeriaLoader(reuse=...) chooses otherwise: 1 draws anew in every epoch and is served "

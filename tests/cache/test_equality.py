@@ -16,20 +16,20 @@ from tests.hostile.loops import one_ahead
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("reuse", [None, 2])
+@pytest.mark.parametrize("variants", [1, 2])
 @pytest.mark.parametrize("boundary", ["stem", "layer1", "layer2"])
-def test_a_frozen_run_is_the_same_to_the_bit(tmp_path, boundary, reuse, workers):
+def test_a_frozen_run_is_the_same_to_the_bit(tmp_path, boundary, variants, workers):
     if workers and boundary != "layer1":
         pytest.skip("one boundary is enough with workers")
     settings = {
-        "boundary": boundary, "reuse": reuse, "num_workers": workers, "epochs": 4,
+        "boundary": boundary, "augmentation_variants": variants, "num_workers": workers,
+        "epochs": 4,
     }  # fmt: skip
     cached = run(tmp_path / "a", gate="always", **settings)
     computed = run(tmp_path / "b", gate="never", **settings)
     assert_same(cached, computed)
-    assert cached[3].hits + cached[3].misses == 48 * 4
-    if reuse is None:
-        assert cached[3].misses == 48
+    assert cached[3].hits == 48 * (4 - variants)
+    assert cached[3].misses == 48 * variants
     assert computed[3].hits == 0
 
 

@@ -52,15 +52,20 @@ def scheduled(draws, *, epochs, boundary="layer1", since=0):
     return losses
 
 
-@pytest.mark.parametrize(("reuse", "workers"), [(4, 0), (4, 2), (2, 0), (3, 0), (None, 0)])
-def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, workers):
-    served = run(tmp_path, gate="always", epochs=7, reuse=reuse, num_workers=workers)
+@pytest.mark.parametrize(
+    ("reuse", "kept", "workers"), [(4, 1, 0), (4, 1, 2), (2, 1, 0), (3, 2, 0), (None, 2, 0)]
+)
+def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, kept, workers):
+    served = run(
+        tmp_path, gate="always", epochs=7, reuse=reuse, augmentation_variants=kept,
+        num_workers=workers,
+    )  # fmt: skip
     torch.manual_seed(0)
-    expected = scheduled(Draws(3, reuse), epochs=7)
+    expected = scheduled(Draws(3, reuse, kept), epochs=7)
     torch.testing.assert_close(served[0], expected, rtol=1e-5, atol=1e-6)
     seen = served[3].hits + served[3].misses
     assert seen == 7 * 48
-    made = 48 * (1 + 6 / reuse) if reuse else 48
+    made = 48 * (1 + 6 / reuse) if reuse else 48 * kept
     assert served[3].misses == pytest.approx(made, rel=0.25)
 
 
@@ -139,17 +144,17 @@ def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
     assert "used for 4 epochs each; 3 epochs were passed" in capsys.readouterr().out
     assert main([str(tmp_path), "show", generation.name, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["random_draws"] == [{"reuse": 4, "epochs": 3}]
+    assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
 
 
-@pytest.mark.parametrize("reuse", [4, 2])
-def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse):
-    settings = {"gate": "always", "reuse": reuse}
+@pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
+def test_disk_holds_the_draws_in_use_and_no_others(tmp_path, reuse, kept):
+    settings = {"gate": "always", "reuse": reuse, "augmentation_variants": kept}
     first = run(tmp_path / "first", epochs=1, **settings)[3]
     whole = run(tmp_path / "whole", epochs=12, **settings)[3]
     assert whole.misses > 2 * 48, "most draws were superseded"
-    assert whole.num_samples == 48
-    assert whole.bytes_on_disk <= 2 * first.bytes_on_disk
+    assert whole.num_samples == 48 * kept
+    assert whole.bytes_on_disk <= 2 * kept * first.bytes_on_disk
 
 
 def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
@@ -164,7 +169,7 @@ def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
         ({}, ["(torch)", "used for 8 epochs", "88%", "0.1 MB", "reuse="]),
         ({"reuse": None}, ["for ever", "100%"]),
         ({"reuse": 1}, ["not cached", "reuse=1 every epoch draws anew"]),
-        ({"reuse": 2}, ["2 epochs", "50%", "0.1 MB"]),
+        ({"reuse": 2, "augmentation_variants": 3}, ["3 draws of each", "50%", "0.2 MB"]),
     ],
     ids=["default", "for_ever", "fresh", "several"],
 )

@@ -136,7 +136,7 @@ def test_arguments_out_of_range_are_value_errors(tmp_path, kwargs, match):
         (lambda model: ActivationCache("runs", model), "takes the model first, then a directory"),
         (lambda model: EgeriaLoader([1], cache="runs"), "cache is an ActivationCache.* got str"),
         (lambda model: EgeriaLoader([1], cache=model), "cache is an ActivationCache.* got Net"),
-        (lambda model: EgeriaLoader([1], reuse=1.5), "whole number, got 1.5"),
+        (lambda model: EgeriaLoader([1], augmentation_variants=1.5), "whole number, got 1.5"),
         (lambda model: EgeriaLoader([1], reuse="ever"), "reuse, .* whole number, got 'ever'"),
         (
             lambda model: EgeriaLoader([1], bach_size=3),

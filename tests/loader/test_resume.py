@@ -151,9 +151,9 @@ def test_a_foreign_state_is_refused():
 BATCHES, EPOCHS = 6, 5
 
 
-def train(directory, workers=0, **kwargs):
+def train(directory, variants=1, workers=0, **kwargs):
     """Train to a step, or to the end: losses, hits, and the state then."""
-    options = {"num_workers": workers, "reuse": None}
+    options = {"augmentation_variants": variants, "num_workers": workers, "reuse": None}
     losses, stats, state = resumable(directory, epochs=EPOCHS, **options, **kwargs)
     return losses, stats.hits, state
 
@@ -171,16 +171,18 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("variants", [1, 2])
 @given(cut=st.integers(1, EPOCHS * BATCHES - 1))
 @settings(max_examples=6, deadline=None)
 def test_a_frozen_run_resumed_anywhere_is_the_uninterrupted_one(
-    tmp_path_factory, uninterrupted, cut
+    tmp_path_factory, uninterrupted, variants, cut
 ):
     directory = tmp_path_factory.mktemp("cache")
-    whole, hits, _ = uninterrupted()
-    before, hits_before, state = train(directory, until=cut)
-    after, hits_after, _ = train(directory, state=state)
-    assert hits == 48 * (EPOCHS - 1)
+    whole, hits, _ = uninterrupted(variants=variants)
+    before, hits_before, state = train(directory, until=cut, variants=variants)
+    after, hits_after, _ = train(directory, state=state, variants=variants)
+    assert hits == 48 * (EPOCHS - variants)
     torch.testing.assert_close(before + after, whole, rtol=1e-5, atol=1e-6)
     # The first batch of a process shows what the store holds: it is computed once more.
     assert hits - 8 <= hits_before + hits_after <= hits

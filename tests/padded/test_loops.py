@@ -199,8 +199,10 @@ def test_a_sample_that_changed_is_found_by_an_audit(directory):
     run.cache.close()
 
 
-@pytest.mark.parametrize("reuse", [None, 3], ids=["kept", "in_turns"])
-def test_samples_that_are_augmented_at_random(directory, reuse):
+@pytest.mark.parametrize(
+    "draws", [{"augmentation_variants": 2, "reuse": None}, {"reuse": 3}], ids=["kept", "in_turns"]
+)
+def test_samples_that_are_augmented_at_random(directory, draws):
     class Noisy(Sentences):
         def __getitem__(self, index):
             tokens, label = super().__getitem__(index)
@@ -209,13 +211,12 @@ def test_samples_that_are_augmented_at_random(directory, reuse):
     losses = []
     for gate in ("always", "never"):
         run = Run(
-            Encoder, Noisy(40), pad_right, directory / gate, options={"gate": gate},
-            cached={"reuse": reuse},
+            Encoder, Noisy(40), pad_right, directory / gate, options={"gate": gate}, cached=draws,
         )  # fmt: skip
         run.epochs(6)
         losses.append(run.losses)
-        if gate == "always" and reuse is None:
-            assert run.hits == [0, 40, 40, 40, 40, 40]
+        if gate == "always" and draws["reuse"] is None:
+            assert run.hits == [0, 0, 40, 40, 40, 40]
         elif gate == "always":
             assert run.cache.stats().partial_batches > 10
             assert sum(run.hits[1:]) == pytest.approx(5 * 40 * 2 / 3, abs=25)

@@ -17,7 +17,9 @@ from egeria_cache.samples.draws import NO_DRAW
 from egeria_cache.samples.loading import SampleLoader, Task
 
 IDS = st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.tuples(st.integers(), st.text())
-SCHEDULES = st.builds(Draws, st.integers(0, 2**63), st.none() | st.integers(1, 20))
+SCHEDULES = st.builds(
+    Draws, st.integers(0, 2**63), st.none() | st.integers(1, 20), st.integers(1, 5)
+)
 
 
 @given(SCHEDULES, st.lists(IDS, min_size=1, max_size=8), st.integers(0, 60), st.integers(0, 60))
@@ -36,19 +38,21 @@ def test_a_sample_goes_through_its_draws_in_order_and_leaves_none_out(draws, sam
         if draw not in seen:
             made.append((passed, draw))
         seen.append(draw)
-        assert draw == max(seen), "only the newest one is used"
+        newest = max(seen)
+        assert newest - draws.kept < draw <= newest, "only the newest ones are used"
     assert [draw for _, draw in made] == list(range(since, since + len(made)))
     epochs = [passed for passed, _ in made]
     if draws.reuse is None:
-        assert epochs == [0], "kept for ever"
+        assert epochs == list(range(draws.kept)), "made one after the other, then kept for ever"
     else:
         assert set(np.diff(epochs[1:])) <= {draws.reuse}
         assert epochs[1] <= draws.reuse
 
 
+@pytest.mark.parametrize("kept", [1, 3])
 @pytest.mark.parametrize("reuse", [1, 2, 4, 8])
-def test_every_epoch_makes_about_as_many_new_draws_as_any_other(reuse):
-    draws, ids = Draws(3, reuse), list(range(4000))
+def test_every_epoch_makes_about_as_many_new_draws_as_any_other(reuse, kept):
+    draws, ids = Draws(3, reuse, kept), list(range(4000))
     seen: set[tuple[int, int]] = set()
     for passed in range(1, 20):
         before = draws.at(ids, Clock(passed - 1, 0)).tolist()
@@ -66,18 +70,18 @@ def test_what_was_stored_when_the_boundary_was_set_is_used_on(draws, ids, tick):
     assert set(after.tolist()) <= {tick, tick + 1}
 
 
-@given(st.integers(1, 9), IDS)
-def test_what_is_superseded_is_never_asked_for_again(reuse, sample):
-    draws = Draws(1, reuse)
+@given(st.integers(1, 9), st.integers(1, 4), IDS)
+def test_what_is_superseded_is_never_asked_for_again(reuse, kept, sample):
+    draws = Draws(1, reuse, kept)
     gone: set[int] = set()
     for tick in range(50):
         draw = draws.at([sample], Clock(tick, 0))
         assert int(draw[0]) not in gone
         superseded = draws.superseded(draw)
         assert superseded is not None
-        assert (superseded[0] == NO_DRAW) == (draw[0] < 1)
+        assert (superseded[0] == NO_DRAW) == (draw[0] < kept)
         gone |= set(superseded.tolist())
-    assert Draws(1, None).superseded(np.array([3])) is None
+    assert Draws(1, None, kept).superseded(np.array([3])) is None
 
 
 # Sample identities, versions, transforms with a state of their own.
