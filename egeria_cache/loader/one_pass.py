@@ -14,7 +14,7 @@ from egeria_cache.batch import forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress, draw_base_seed
 from egeria_cache.prefetch import Prefetcher
-from egeria_cache.samples import Loaded
+from egeria_cache.samples import Loaded, LoaderSource
 from egeria_cache.threads import outside_inference_mode
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class Pass:
         self._gathers = False
         """Whether what is stored may wait to be written with more."""
         self._loader = loader
-        self._source: LoaderSource = (
-            loader.source
-        )  # not the loader's: one that is given back has none
+        # Not the loader's: one that is given back has none.
+        self._source: LoaderSource = loader.source
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
