@@ -62,6 +62,12 @@ MUTATIONS = {
         new="",
         caught_by="tests/hostile/test_prefix.py",
     ),
+    "rows computed under no_grad are anybody's": Mutation(
+        file="egeria_cache/skip/serve/address.py",
+        old='{"gradients": plan.grad_mode}',
+        new="{}",
+        caught_by="tests/hostile/test_prefix_values.py",
+    ),
     "what an address does not tell apart is one": Mutation(
         file="egeria_cache/skip/serve/address.py",
         old="        if fields in self._void and fields not in self._blind:\n",

@@ -49,9 +49,17 @@ def attributes_of(code: CodeType, holder: str) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> Names:
-    """Return the names in `code` by what it does with them."""
+def names_in(code: CodeType, call: int | None = None) -> Names:
+    """Return the names in `code` by what it does with them.
+
+    Args:
+        code: What a function runs.
+        call: Offset of a call in it: what can only be run behind that counts no longer.
+    """
     found = list(dis.get_instructions(code))
+    if call is not None and _is_straight(found, call):
+        found = [one for one in found if one.offset <= call]
+        found = [one for i, one in enumerate(found) if not _waits(found[i:])]
     own = Names(
         tuple(one.argval for one in found if one.opname in _LOADS),
         tuple(one.argval for one in found if one.opname in _STORES),
@@ -60,6 +68,40 @@ def names_in(code: CodeType) -> Names:
     )
     inner = [names_in(one.argval) for one in found if isinstance(one.argval, CodeType)]
     return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))
+
+
+def _is_jump(one: dis.Instruction) -> bool:
+    return one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+
+
+def _is_straight(found: list[dis.Instruction], call: int) -> bool:
+    """Whether the call is the only way to what is behind it, and nothing leads back."""
+    names = [one.opname for one in found]
+    jumps = [one for one in found if _is_jump(one)]
+    return names.count("PUSH_EXC_INFO") == names.count("WITH_EXCEPT_START") and all(
+        (one.offset <= call) is (one.argval <= call) for one in jumps
+    )
+
+
+def _waits(found: list[dis.Instruction]) -> bool:
+    """Whether the first of these looks up what none of the others makes use of, and the last one
+    neither: a function that is given what the call brings.
+    """
+    first, *others = found
+    if first.opcode not in dis.hasname or not first.opname.startswith("LOAD_"):
+        return False
+    height = 0
+    for one in others[:-1]:
+        is_push = one.opname.startswith("LOAD_") and one.opcode not in dis.hasname
+        is_push |= one.opname in ("LOAD_GLOBAL", "PUSH_NULL")
+        if _is_jump(one) or one.opname in ("SWAP", "COPY") or one.opname.startswith("ROT_"):
+            return False
+        if height == 0 and not is_push:
+            return False
+        height += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if height < 1 and one.opname not in ("NOP", "CACHE", "PRECALL"):
+            return False
+    return height > 0
 
 
 @functools.lru_cache(maxsize=4096)

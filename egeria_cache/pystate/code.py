@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import (
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -63,9 +64,15 @@ class Code:
     """Closure cells."""
     names: frozenset[str] = frozenset()
     """All names in it, those of attributes as well."""
+    until: Mapping[CodeType, int] = field(default_factory=dict)
+    """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What of this decides nothing: by id of a cell or a container, or (id of globals, of a class
     or of an object, name)."""
+
+    def names_in(self, function: FunctionType) -> Names:
+        """Return the names in one of its functions, as far as that counts."""
+        return names_in(function.__code__, self.until.get(function.__code__))
 
     def digest(self) -> str:
         """Return a hash of all code, with defaults and the values that it names."""
@@ -114,10 +121,11 @@ def reached(
     modules: Iterable[nn.Module],
     functions: Iterable[Any] = (),
     unread: Mapping[Any, Any] = MappingProxyType({}),
+    until: Mapping[CodeType, int] = MappingProxyType({}),
 ) -> Code:
     """Follow the forwards of these modules, and further callables (hooks)."""
     modules = list(modules)
-    code, seen = Code(unread=unread), set[tuple[int, type | None]]()
+    code, seen = Code(unread=unread, until=until), set[tuple[int, type | None]]()
     pending: list[tuple[FunctionType, type | None]] = []
     for module in modules:
         for name in entries(module):
@@ -133,7 +141,7 @@ def reached(
         seen.add((id(function), owner))
         code.functions.setdefault(id(function), function)
         pending += _named(function, owner, code)
-    used = {name for one in code.functions.values() for name in names_in(one.__code__).all}
+    used = {name for one in code.functions.values() for name in code.names_in(one).all}
     code.names = frozenset(used)
     code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
@@ -148,7 +156,7 @@ def _named(
     function: FunctionType, owner: type | None, code: Code
 ) -> Iterator[tuple[FunctionType, type | None]]:
     """Yield the functions that one names; note the plain values."""
-    scope, names = function.__globals__, names_in(function.__code__)
+    scope, names = function.__globals__, code.names_in(function)
     for name in names.all if owner is not None else ():
         value = in_class(owner, name)  # type: ignore[arg-type]
         if value is not None and (owner, name) not in code.named:

@@ -161,6 +161,28 @@ NAMED = {
 """What code of the front names, of any kind."""
 
 
+BEHIND = {
+    "called behind": lambda m, x: m.back(m.front(x)) * TABLE["scale"],
+    "called around it": lambda m, x: m.late_scale(m.front(x)),
+    "of a function of its own": lambda m, x: scaled_head(m, m.front(x)),
+}
+
+
+def scaled_head(model, h):
+    return model.back(h) * TABLE["scale"]
+
+
+@hostile(over=BEHIND, silent=True)
+def test_what_only_the_head_reads_is_no_change_of_the_front(run, forward):
+    model = net(forward=forward)
+    type(model).late_scale = scaled_head
+    each_step = lambda m, step: TABLE.update(scale=1.0 + 0.01 * step)  # noqa: E731
+    try:
+        trained(run, model=model, each_step=each_step, epochs=4)
+    finally:
+        TABLE.update(scale=1.0)
+
+
 BOTH = {
     "in a branch behind the call": lambda m, x: (
         m.back(m.front(x)) if TABLE["scale"] == 1 else m.back(m.front(x * TABLE["scale"]))
@@ -362,7 +384,6 @@ LATE = {
     "mean": lambda h, calls: h - h.mean(0) if calls > 12 else h,
     "scale": lambda h, calls: h / 2 if calls > 12 else h,
     "by and by": lambda h, calls: h * 0.9**calls,
-    "not at all": lambda h, calls: h,
     "in every 20th call": lambda h, calls: h if calls % 20 else -h,
     "in turns of 25 calls": lambda h, calls: -h if calls // 25 % 2 else h,
 }
@@ -421,6 +442,11 @@ def test_a_setting_that_the_first_call_works_out_is_no_count(run):
             return super().front(x * self.temperature)
 
     trained(run, model=Cached())
+
+
+@hostile(served=True)
+def test_a_counter_of_the_models_own_that_decides_nothing_of_the_front(run):
+    run.see(trained(run, model=counts(lambda h, calls: h), epochs=4).calls)
 
 
 @hostile

@@ -25,11 +25,10 @@ BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 class Encoder(nn.Module):
     """Dropout, and a layer that is dropped, before and after the boundary `layers.1`."""
 
-    seen = []  # noqa: RUF012
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.seen = []
         self.drop = 0.3
 
     def forward(self, x):

@@ -89,8 +89,9 @@ def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Modul
     """
     plan.others = seen.others
     read_of = {id(module) for module in plan.not_skipped}
-    read = {pair for pair in seen.noted if pair[0] in read_of}
-    plan.attributes = _attributes(plan, read, {(id(module), key) for module, key in moving})
+    plan.moving = [pair for pair in moving if id(pair[0]) in read_of]
+    plan.until = {} if seen.trace is None else seen.trace.until
+    plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
     plan.objects = {
         owner: frozenset(names | {key for known, key in seen.noted if known == owner})
         for owner, names in seen.held.items()
@@ -117,10 +118,11 @@ def _may_count(key: str) -> bool:
     return key not in _OF_EVERY_MODULE and not hasattr(nn.Module, key)
 
 
-def _attributes(
-    plan: ReplayPlan, names: set[tuple[int, str]], moving: set[tuple[int, str]]
-) -> frozenset[tuple[int, str]]:
-    """Return what counts of the attributes that are read: not what that code sets in each call."""
+def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:
+    """Return what counts of the attributes of modules that are read: not what that code moves
+    itself, a counter, as no activation depends on it: that was shown.
+    """
+    moving = {(id(module), key) for module, key in plan.moving}
     own = {id(module): own_dict(module) or {} for module in plan.not_skipped}
     whole = {owner for owner, key in names if key == "__dict__"}
     found = names | {(owner, key) for owner in whole for key in own[owner]}

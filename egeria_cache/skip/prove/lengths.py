@@ -64,7 +64,7 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
     for whole, part, are_whole in parts:
         if are_whole:
             _check_samples(traced, plan, lengths, whole, part)
-    _check_constants(plan, parts)
+    growth.cuttable = frozenset(_cuttable(traced, plan, parts))
     growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in traced.outputs])
     for whole, part, _ in parts:
         growth.keep_constants(plan.steps, whole, part.leaves)
@@ -243,15 +243,29 @@ def _check_samples(
                 raise PaddingError.reads_padding(plan.boundary, repr(name), error)
 
 
-def _check_constants(plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]) -> None:
-    """What does not grow with the lengths must be the same at all of them."""
+def _cuttable(
+    traced: TracedBatch, plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]
+) -> Iterator[Slot]:
+    """Yield the constants that are the beginning of those of longer batches; those that do not grow
+    must be the same in all.
+    """
     assert plan.growth is not None
     for i, step in enumerate(plan.steps):
         for j, value in step.constants.items():
-            for _, part, _ in parts if (i, j) not in plan.growth.rules else ():
-                error = difference(value, part.leaves[i][j])
+            others = [part.leaves[i][j] for _, part, _ in parts]
+            if (i, j) in plan.growth.rules:
+                if all(_begins_alike(value, other) for other in others):
+                    yield i, j
+                continue
+            for other in others:
+                error = difference(value, other)
                 if error > tolerance(value):
                     raise PaddingError.reads_padding(plan.boundary, repr(step.name), error)
+
+
+def _begins_alike(a: Tensor, b: Tensor) -> bool:
+    shared = tuple(slice(0, min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
+    return difference(a[shared], b[shared]) <= tolerance(a)
 
 
 def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:

@@ -8,7 +8,8 @@ Memory that is shared stays shared: tensors that cross the cut, and are one in a
 
 A module may return what it was given, a view of it, or one tensor twice. If what follows reads
 both, it may write to one some day, and see that in the other. Two stored tensors would not show it.
-So one is stored for both, and what shares memory in another way is refused.
+So one is stored for both; a module without parameters runs after all, on what it is really given;
+and what shares memory in another way is refused.
 """
 
 from __future__ import annotations
@@ -60,12 +61,28 @@ def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
                 if geometry(own) == geometry(theirs):
                     plan.steps[step].cached.discard(leaf)
                     plan.same[step, leaf] = other
-                    return True
-                raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[other[0]].name)
+                elif not _runs(plan, step):
+                    raise BoundaryError.shares_memory(
+                        plan.boundary, name, plan.steps[other[0]].name
+                    )
+                return True
         for at, position in given:
-            if at <= step and overlap(own, plain.given[at][position]):
+            if at > step or not overlap(own, plain.given[at][position]):
+                continue
+            if not _runs(plan, step):
                 raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[at].name)
+            return True
     return False
+
+
+def _runs(plan: ReplayPlan, step: int) -> bool:
+    """Let a module run on what it is really given, if it has nothing to train or to watch."""
+    step_plan = plan.steps[step]
+    if next(step_plan.module.parameters(), None) is not None:
+        return False
+    step_plan.run = True
+    step_plan.cached.clear()
+    return True
 
 
 _MAX_PROBES = 200
@@ -87,7 +104,7 @@ class Prober:
         self.tried: set[int] = set()
         """Steps that were run for a try."""
         self._real_arguments: set[int] = set()
-        self._paths = traced.call.layout.paths()
+        self._paths = traced.call.paths()
 
     def run(self) -> None:
         """Probe.
@@ -213,11 +230,16 @@ class _ProbeRun(ReplayRun):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                 self.given.append((index, position))
             if isinstance(leaf, Placeholder):
+                for key, tensor in self.scene.trainable.items():  # as they were met
+                    if Source("trainable", "", key) in leaf.sources:
+                        self._refuse_trained(tensor)
                 for source in leaf.sources:
                     if source.kind == "leaf":
                         self.plan.entered.add(source.index)
                     elif source.kind == "argument":
                         self._prober.pin(source.index)
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._refuse_trained(leaf)
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.plan.steps[index]
@@ -229,6 +251,11 @@ class _ProbeRun(ReplayRun):
         if index in self._prober.tried and _leaked(output):
             self.plan.steps[index].run = False
             raise _TryAgain
+
+    def _refuse_trained(self, tensor: Tensor) -> None:
+        parameter = self._prober.traced.trained_by(tensor)
+        if parameter is not None:
+            raise BoundaryError.trainable(self.plan.boundary, parameter)
 
 
 def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:

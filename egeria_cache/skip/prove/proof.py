@@ -76,14 +76,13 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     if not plan.slots():
         raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
     repeated = few[-1]
-    other_mode = recompute(traced, repeated.rows, grad=not traced.grad, keeps_given=True)
+    other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     _check_repeats(traced, repeats, plan)
     parts += _with_made_up(traced, plan)
     check_rows(traced, parts, plan, trace)
     check_constants(parts, plan)
-    if not same_parts(plan, repeated, other_mode):
-        raise BoundaryError.impure(plan.boundary, "it gives other results with a gradient recorded")
+    plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
     _check_trained(traced, plan, trace)
     plan.reads = _reads(traced, plan, trace)
     _check_moved(traced, plan)
@@ -280,6 +279,25 @@ def _check_repeats(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> N
             "it gives other results when it is called again"
             + (f" ({what!r} moves with every call)" if what else ""),
         )
+    _check_counters(traced, repeats, plan)
+
+
+def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
+    """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
+    if not repeats.counted:
+        return
+    few = repeats.first.rows[:2]
+
+    def later(ahead: int) -> Recomputed:
+        for one in repeats.counted:
+            one.put_ahead(ahead)
+        return recompute(traced, few, copied=repeats.copied)
+
+    now = later(0)
+    if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
+        name = f"the attribute {repeats.counted[0].path.lstrip('.')!r}"
+        raise BoundaryError.decides_later(plan.boundary, name)
+    repeats.kept.put_back()
 
 
 def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
@@ -434,8 +452,7 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
     for position in _written_inputs(traced):
         if not same_content(traced.given[position], copied.call.leaves[position]):
             raise BoundaryError.impure(
-                plan.boundary,
-                f"the prefix writes to its input {traced.call.layout.paths()[position]}",
+                plan.boundary, f"the prefix writes to its input {traced.call.paths()[position]}"
             )
     written = {id(buffer) for buffer in plan.mutable}
     skipped = {id(b) for _, module in plan.skipped_modules() for b in module._buffers.values()}

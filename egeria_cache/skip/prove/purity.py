@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content
+from egeria_cache.pystate import Content, Names, Snapshot
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
 
@@ -35,12 +35,20 @@ class Repeats:
 
     def __init__(self, traced: TracedBatch, others: Iterable[nn.Module]) -> None:
         self._traced = traced
-        copied = traced.copies.fresh()
+        copied = self.copied = traced.copies.fresh()
         modules = [*traced.prefix_modules(), *others]
         self._watched = [(module, copied.of(module)) for module in modules]
+        before = self._held()
         self.first = recompute(traced, copied=copied)
         settled = self._held()
+        begun = [pair for pair, _ in self._changes(before)]
+        own = ((vars(copied.of(module)), key) for module, key in begun
+               if copied.of(module) is not module)  # fmt: skip
+        self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
+        once = self.kept.now()
         self.again = recompute(traced, self.first.rows, copied=copied)
+        self.counted = list(self.kept.moved(once, self.kept.now()))
+        """What the second run has moved on the copy, as far as that can be put ahead."""
         self._counting = self._changes(settled)
         settled = self._held()
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
@@ -58,9 +66,8 @@ class Repeats:
         """
         skipped = {id(m) for step in plan.steps if not step.run for m in step.module.modules()}
         around = {id(module) for module in plan.ancestors} - skipped
-        ran = {id(m) for step in plan.steps if step.run for m in step.module.modules()}
-        for (module, key), _ in self._counting:
-            if id(module) not in ran - skipped - around:
+        for (module, key), tensors in self._counting:
+            if id(module) in skipped or (id(module) in around and tensors):
                 raise self._impure(module, key, "moves with every call of the prefix")
         for module, key in self._left:
             if id(module) not in skipped | around:

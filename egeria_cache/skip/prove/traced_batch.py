@@ -8,9 +8,13 @@ in it, the largest token say, made-up neighbours do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Moved, RandomState
+from egeria_cache.pystate import Moved, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy
 from egeria_cache.skip.serve.call import Invocation, Layout
@@ -208,8 +212,9 @@ def recompute(
                 nullcontext() if trace is None else trace.watching(),
             ):
                 copied.forward(*args, **kwargs)
-        except PrefixDone:
-            pass
+        except PrefixDone as done:
+            if trace is not None:
+                trace.until = run.left_at(done)
     drew = not RandomState.now().equals(generators)
     for name in copied.moved.values():
         raise BoundaryError.moves(traced.boundary, name)
@@ -262,6 +267,8 @@ class PrefixRun:
         self._stops = stops
         self._keeps_given = keeps_given
         self._inside = False
+        self._around: set[FrameType] = set()
+        """Of the code that calls the steps, where that is traced."""
         self.outputs: list[Any] = []
         self.given: list[list[Any]] = []
 
@@ -279,6 +286,8 @@ class PrefixRun:
                 self._traced.boundary,
                 f"{self._traced.names[id(module)]!r} runs for some batches only, or at random",
             )
+        if self._trace is not None:
+            self._around.update(_frames(sys._getframe(1)))
         if self._keeps_given:
             self.given.append(tree_leaves((args, kwargs)))
         self._inside = True
@@ -298,6 +307,38 @@ class PrefixRun:
         output = original(*args, **kwargs)
         self.outputs.append(output)
         return output
+
+    def left_at(self, done: PrefixDone) -> dict[CodeType, int]:
+        """Return the offset of the call that is never returned from, in each forward around the
+        boundary that has run once.
+        """
+        forwards = set(_forwards(self._traced.ancestors)) - {
+            code for step in self._traced.modules for code in _forwards(step.modules())
+        }
+        num = Counter(frame.f_code for frame in self._around)
+        self._around.clear()
+        places = ((at.tb_frame.f_code, at.tb_lasti) for at in _places(done.__traceback__))
+        return {code: at for code, at in places if code in forwards and num[code] == 1}
+
+
+def _forwards(modules: Iterable[nn.Module]) -> Iterator[CodeType]:
+    for module in modules:
+        for name in entries(module):
+            function = inspect.unwrap(getattr(type(module), name))
+            if isinstance(function, FunctionType):
+                yield function.__code__
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _places(at: TracebackType | None) -> Iterator[TracebackType]:
+    while at is not None:
+        yield at
+        at = at.tb_next
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:

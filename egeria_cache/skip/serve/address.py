@@ -65,7 +65,7 @@ def address(
     code: Code,
 ) -> dict[str, Any]:
     """Return the fields, JSON values that read well when two addresses are compared."""
-    paths = call.layout.paths()
+    paths = call.paths()
     inputs = {}
     for position, (leaf, chain) in sorted(plan.leaf_names.items()):
         tensor = call.leaves[position]
@@ -84,7 +84,8 @@ def address(
         arguments.pop(paths[position], None)
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
     autocast, default_dtype = mode_key()
-    return {
+    gradients = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
+    return gradients | {
         "boundary": plan.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
         "structure": _structure(plan),

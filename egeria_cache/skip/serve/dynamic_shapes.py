@@ -80,6 +80,8 @@ class DynamicShapes:
     """The longest batch that was tried, along each axis."""
     entered: frozenset[int]
     """Axes of leaves that the prefix reads: where others are as long, these count."""
+    cuttable: frozenset[Slot] = frozenset()
+    """Constants that are the beginning of those of longer batches."""
     constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
     """As they were seen at some lengths."""
     outputs: Mapping[int, OutputAxis] = field(default_factory=dict)
@@ -102,12 +104,24 @@ class DynamicShapes:
                     if leaves[j] is None:
                         return None
             for j in constants:
-                if (i, j) in self.rules:
-                    if (i, j) not in self.constants.get(whole, {}):
-                        return None
-                    constants[j] = self.constants[whole][i, j]
+                value = self._constant((i, j), constants[j], leaves[j].shape, whole)
+                if value is None:
+                    return None
+                constants[j] = value
             steps.append(replace(step, leaves=leaves, constants=constants))
         return steps
+
+    def _constant(
+        self, slot: Slot, first: Tensor, shape: Sequence[int], whole: Whole
+    ) -> Tensor | None:
+        if slot not in self.rules:
+            return first
+        seen = [first, *(values[slot] for values in self.constants.values() if slot in values)]
+        if slot in self.cuttable:
+            longer = (v for v in seen if all(n >= m for n, m in zip(v.shape, shape, strict=True)))
+            value = next(longer, None)
+            return None if value is None else value[tuple(slice(0, size) for size in shape)]
+        return self.constants.get(whole, {}).get(slot)
 
     def learn(
         self,
@@ -144,8 +158,9 @@ class DynamicShapes:
         self.constants[whole] = {
             (i, j): outputs[i][j].detach().clone()
             for i, step in enumerate(steps)
-            for j in step.constants
+            for j, first in step.constants.items()
             if (i, j) in self.rules
+            and self._constant((i, j), first, outputs[i][j].shape, whole) is None
         }
 
     def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:

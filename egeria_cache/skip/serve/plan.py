@@ -2,8 +2,8 @@
 
 For batches of any length: what was proved at a few lengths holds at all others. Sizes follow rules
 (`dynamic_shapes.py`). What crosses the boundary without depending on the samples, a table of
-positions say, is learnt for each length. What cannot be told for certain is computed plainly, and
-told from then on.
+positions say, is cut from a longer one where that was shown to be the same, and learnt for each
+length where not. What cannot be told for certain is computed plainly, and told from then on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class ReplayPlan:
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     surroundings: Surroundings | None = None
     """What the code may touch outside of the model, hooks too; None if nothing."""
+    moving: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Attributes that the code around the boundary moves before the boundary returns."""
     opaque_outputs: frozenset[int] = frozenset()
     """Leaves of the model's output that cannot be had on a hit."""
     key: tuple[Any, ...] = ()
@@ -78,8 +80,12 @@ class ReplayPlan:
     returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
+    until: Mapping[CodeType, int] = field(default_factory=dict)
+    """Offset of the call, in code around the boundary, that it returns from; see `Code.until`."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What the model counts outside of itself, and no activation depends on; see `Code.unread`."""
+    grad_mode: bool | None = None
+    """Whether autograd recorded when it was proved; None if that does not matter."""
     profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
@@ -133,6 +139,8 @@ class ReplayPlan:
         if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
             return False
         if self.present_modes() != self.modes:
+            return False
+        if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
         for position, known in self.leaf_names.items():
             leaf = call.tagged.get(position)

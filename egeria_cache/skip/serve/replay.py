@@ -19,7 +19,7 @@ from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import RandomState
+from egeria_cache.pystate import Names, RandomState, Snapshot
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
@@ -328,12 +328,15 @@ def prefix(
     outside = source.surroundings.but_modules() if source.surroundings is not None else None
     if outside is not None:
         outside.put_back(copies=True)
+    state = Snapshot((), [Names("", vars(module), (key,)) for module, key in source.moving])
+    state.put_back(copies=True)
     try:
         with intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)
     except PrefixDone:
         pass
     finally:
+        state.put_back()
         if outside is not None:
             outside.put_back()
     if generators is not None:

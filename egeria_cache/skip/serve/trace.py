@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ class PrefixTrace(TorchDispatchMode):
         self._names = names
         self._grad = grad
         self._drawing: dict[str, str | None] = {}
-        self._known: dict[Any, list[Named]] = {}
+        self._known: dict[Any, list[tuple[Named, range]]] = {}
         for named, tensor in known:
             if tensor.numel():
-                self._known.setdefault(_address(tensor), []).append(named)
+                self._known.setdefault(_address(tensor), []).append((named, _bytes_of(tensor)))
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
@@ -78,6 +79,8 @@ class PrefixTrace(TorchDispatchMode):
         """Step -> its draws."""
         self.branches = False
         """Whether values were read into Python, where they may decide what runs."""
+        self.until: dict[CodeType, int] = {}
+        """Offset of the call, in code around the boundary that ran once, that this returns from."""
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
@@ -98,7 +101,11 @@ class PrefixTrace(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
         """A tensor is read; note it if it is the model's."""
-        for named in self._known.get(_address(tensor), ()):
+        found = self._known.get(_address(tensor), ())
+        taken = _bytes_of(tensor) if len(found) > 1 else range(0)
+        for named, lies in found:
+            if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
+                continue  # another one of the same storage: parameters that are made flat
             self.read.setdefault(id(named[2]), set()).add(self._step)
             if named[2].requires_grad and not is_followed:
                 self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
@@ -191,6 +198,15 @@ def _address(tensor: Tensor) -> Any:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # no storage: a subclass, or a sparse tensor
         return id(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """Return where a tensor lies in its storage, from its first element to its last."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return range(0)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first, size = tensor.storage_offset(), tensor.element_size()
+    return range(first * size, (first + last + 1) * size)
 
 
 def _generators() -> list[Tensor]:
