@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.device import FOREIGN_PACKAGES
-from egeria_cache.kinds import is_installed
+from egeria_cache.kinds import is_installed, once_per_class
 
 ATOMS: frozenset[type] = frozenset(
     {
@@ -162,6 +162,7 @@ def is_put_back(value: Any) -> bool:
     )
 
 
+@once_per_class
 def _has_finaliser(cls: type) -> bool:
     return any("__del__" in vars(base) for base in cls.__mro__)
 
@@ -238,6 +239,7 @@ def slots_of(value: Any) -> dict[str, Any]:
     return held
 
 
+@once_per_class
 def slot_names(cls: type) -> list[str]:
     """Return the names in `__slots__` of a class and its bases."""
     names: list[str] = []
@@ -283,11 +285,13 @@ def is_users(kind: type) -> bool:
     return not (is_standard(kind) or is_opaque(kind) or is_installed(kind))
 
 
+@once_per_class
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class say nothing about a sample."""
     return f"{kind.__module__}.".startswith(_OPAQUE)
 
 
+@once_per_class
 def is_standard(kind: type) -> bool:
     """Whether a class is of the standard library."""
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names
@@ -298,6 +302,7 @@ def is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
 
 
+@once_per_class
 def is_pickled_otherwise(kind: type) -> bool:
     """Whether objects of a library's class say themselves what they are made of: tables, say."""
     names = ("__reduce__", "__reduce_ex__", "__getstate__")
