@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import BatchTensor, unwrap
-from egeria_cache.errors import BoundaryError, EgeriaError
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import ForwardSlot
 
 _WRAPPERS = frozenset(
@@ -263,43 +263,3 @@ def _method_given_a_batch(frame: FrameType) -> str | None:
 
 def _have_batch(values: Iterable[Any]) -> bool:
     return any(isinstance(value, BatchTensor) for value in values)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def ordinary_arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments, by place and by name, with which a loop would call a model.
-
-    A mapping is given by name, without what the forward does not take; of a list or tuple the first
-    parts, as many as the forward requires; anything else is the only argument.
-
-    Raises:
-        EgeriaError: A mapping has no name that the forward takes, or a list has too few parts.
-    """
-    parameters = _parameters(model)
-    if isinstance(batch, Mapping):
-        if any(one.kind is one.VAR_KEYWORD for one in parameters):
-            return [], dict(batch)
-        taken = {one.name for one in parameters}
-        given = {name: value for name, value in batch.items() if name in taken}
-        if not given:
-            raise EgeriaError(
-                f"a batch has {', '.join(map(str, batch))}, {type(model).__name__}.forward takes "
-                f"{', '.join(sorted(taken))}"
-            )
-        return [], given
-    if not isinstance(batch, tuple | list):
-        return [batch], {}
-    required = sum(one.default is one.empty for one in parameters if one.kind in _POSITIONAL)
-    if required > len(batch):
-        raise EgeriaError(
-            f"{type(model).__name__}.forward requires {required} arguments, a batch has "
-            f"{len(batch)}"
-        )
-    return list(batch[: max(1, required)]), {}
-
-
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    # Of the class: the instance's forward may be wrapped while a cache is attached.
-    return list(inspect.signature(type(model).forward).parameters.values())[1:]

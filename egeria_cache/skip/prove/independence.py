@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute
+from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -136,14 +137,16 @@ def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
         BoundaryError: And which module that is.
     """
     for i, step in enumerate(plan.steps):
-        for part in () if step.run else parts:
+        for part in parts:
             for j, (known, other) in enumerate(zip(step.leaves, part.leaves[i], strict=True)):
                 value = step.constants.get(j)
                 if value is not None:
                     error = difference(value, other)
                     if error > tolerance(value):
                         raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
-                elif isinstance(known, int | float | str | bool) and known != other:
+                elif isinstance(known, PLAIN) and (
+                    type(other) is not type(known) or known != other
+                ):
                     raise BoundaryError.impure(
                         plan.boundary,
                         f"{step.name!r} returns {known!r} for one batch and {other!r} for another",

@@ -38,6 +38,7 @@ from egeria_cache.skip.prove.traced_batch import (
     trainable,
     with_made_up,
 )
+from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
@@ -86,7 +87,6 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     _check_trained(traced, plan, trace)
     plan.reads = _reads(traced, plan, trace)
     _check_moved(traced, plan)
-    plan.surroundings = traced.surroundings if traced.surroundings else None
     plan.draws = any(part.drew for part in parts)
     _note_draws(plan, trace)
     note_reads(plan, seen, repeats.moving)
@@ -185,7 +185,9 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
     if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
-    return ReplayPlan(traced.boundary, steps, traced.ancestors, traced.names, copies=True)
+    return ReplayPlan(
+        traced.boundary, steps, traced.ancestors, traced.names, traced.surroundings, copies=True
+    )
 
 
 def _describe(
@@ -202,13 +204,8 @@ def _describe(
                     f"samples and {tuple(b.shape)} for {len(rows)}",
                 )
         return spec and _in_blocks(traced, spec, a, parts)
-    if isinstance(a, int | float | str | bool | type(None)):
-        for b, _ in parts:
-            if a != b:
-                raise BoundaryError.impure(
-                    traced.boundary, f"{name!r} returns {a!r} for one batch and {b!r} for another"
-                )
-        return a
+    if isinstance(a, PLAIN):
+        return a  # that it is always the same is looked at in the end: `check_constants`
     return Unavailable(frozenset({Source("step", name)}))
 
 

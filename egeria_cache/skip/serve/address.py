@@ -103,7 +103,7 @@ def address(
             }
             for name, slot in plan.slots().items()
         },
-        "device": plan.device.type,
+        "device": plan.tensor_spec(next(iter(plan.slots().values()))).device.type,
         "torch": torch.__version__.partition("+")[0],
     }
 

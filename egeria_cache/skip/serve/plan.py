@@ -42,6 +42,8 @@ class ReplayPlan:
     ancestors: list[nn.Module]
     """The modules whose own code calls the steps, the model itself among them."""
     names: Mapping[int, str]
+    surroundings: Surroundings
+    """What the code may touch outside of the model, hooks too."""
     kept: set[int] = field(default_factory=set)
     """Positions of the loader's leaves that a hit needs for real."""
     same: dict[Slot, Slot] = field(default_factory=dict)
@@ -55,8 +57,6 @@ class ReplayPlan:
     wants_grad: set[Slot] = field(default_factory=set)
     """Outputs that autograd follows although nothing before them is trained: somebody asked for it
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
-    surroundings: Surroundings | None = None
-    """What the code may touch outside of the model, hooks too; None if nothing."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
     opaque_outputs: frozenset[int] = frozenset()
@@ -219,11 +219,6 @@ class ReplayPlan:
         spec = self.steps[slot[0]].leaves[slot[1]]
         assert isinstance(spec, TensorSpec)
         return spec
-
-    @property
-    def device(self) -> torch.device:
-        """Where the cached tensors are."""
-        return self.tensor_spec(next(iter(self.slots().values()))).device
 
     def save_buffers(self) -> None:
         """Remember what the active part may write to, until `put_back_buffers`."""

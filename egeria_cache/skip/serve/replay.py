@@ -325,9 +325,8 @@ def prefix(
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
-    outside = source.surroundings.but_modules() if source.surroundings is not None else None
-    if outside is not None:
-        outside.put_back(copies=True)
+    outside = source.surroundings.but_modules()
+    outside.put_back(copies=True)
     state = Snapshot((), [Names("", vars(module), (key,)) for module, key in source.moving])
     state.put_back(copies=True)
     try:
@@ -337,8 +336,7 @@ def prefix(
         pass
     finally:
         state.put_back()
-        if outside is not None:
-            outside.put_back()
+        outside.put_back()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
     fresh = capture.rows()

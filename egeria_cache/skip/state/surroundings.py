@@ -82,10 +82,6 @@ class Surroundings:
         roots = [os.environ, *self._shared, *self._roots()]
         return World(RandomState.now(), self._snapshot(roots, MODELS))
 
-    def __bool__(self) -> bool:
-        """Whether there is anything beside modules to remember."""
-        return bool(self._roots() or self._places)
-
     def but_modules(self) -> Snapshot:
         """Remember what code of the model may touch outside of it, and what its hooks hold."""
         return self._snapshot(self._roots(), VALUES)
