@@ -235,8 +235,8 @@ class SkipEngine:
         self._held = FrozenPrefix(model=self.model)
         self._is_held = False
         """Whether all that runs before the boundary is known to be in inference mode."""
-        self._has_run = False
-        """Whether a call was computed like that."""
+        self.has_run = False
+        """Whether a call was computed like that, under this boundary."""
         self._is_told = False
         """Whether it was said what that changes."""
         self._hashes = ContentHash()
@@ -265,7 +265,7 @@ class SkipEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.forward`."""
         if self.host.idle and self._is_held and self._is_loops_own(args, kwargs):
-            self._num_calls, self._has_run = self._num_calls + 1, True
+            self._num_calls, self.has_run = self._num_calls + 1, True
             return self._forward(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None or has_other_operations():
             return self._transformed(args, kwargs)
@@ -289,7 +289,7 @@ class SkipEngine:
             finally:
                 if self._running.get("call") is ours:
                     self._running.clear()
-                    self._has_run |= self._is_held
+                    self.has_run |= self._is_held
                     self._num_calls += 1
                     if ours.is_done:
                         self.host.note("beside", time.perf_counter() - started - ours.seconds, 0)
@@ -374,7 +374,7 @@ class SkipEngine:
                 self._unserved.note(call.why_not)
             if not self.host.is_refused():
                 self._hold(call)
-            elif not self._has_run:
+            elif not self.has_run:
                 self._held.release()  # it trains as without a cache, from its first batch on
         return self._plainly(call)
 
@@ -498,10 +498,10 @@ class SkipEngine:
         go: its training is the one that it would be without a cache. Else it stays in inference
         mode, as it began.
         """
-        may_be_loops = outcome.has_raised and self._has_run  # its own error: the next call is tried
+        may_be_loops = outcome.has_raised and self.has_run  # its own error: the next call is tried
         if self._auto is None or self._is_evaluation() or may_be_loops:
             return False
-        return self._auto.refuse(held=self.frozen if self._has_run else None)
+        return self._auto.refuse(held=self.frozen if self.has_run else None)
 
     def _is_evaluation(self) -> bool:
         return not self.model.training and any(self._plans.all())
@@ -544,7 +544,7 @@ class SkipEngine:
         pinned = [plan.pinned for plan in alike if plan.pinned]
         if len(pinned) < 2:
             return False
-        paths = call.paths()
+        paths = call.layout.paths()
         what = (
             f"the prefix reads {', '.join(paths[position] for position in pinned[-1])}, which is "
             "not a batch of an EgeriaLoader as it came and changes from call to call"
@@ -684,11 +684,6 @@ class SkipEngine:
         if threading.get_ident() == self._trained_by:
             return False
         return any(thread.ident == self._trained_by for thread in threading.enumerate())
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a call was computed under this boundary."""
-        return self._has_run
 
     # ---- sharded models -----------------------------------------------------------------------
 
@@ -875,7 +870,7 @@ class SkipEngine:
         self._unserved.begin()
         if not same_prefix:
             self._held.release()
-            self._is_held = self._has_run = False
+            self._is_held = self.has_run = False
         for plan in kept:
             self._held.extend(step.module for step in plan.steps if not step.run)
         if name is None:

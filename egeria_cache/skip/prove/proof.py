@@ -77,7 +77,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     if not plan.slots():
         raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
     repeated = few[-1]
-    other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
+    other_mode = recompute(traced, repeated.rows, grad=not traced.grad, keeps_given=True)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     _check_repeats(traced, repeats, plan)
     parts += _with_made_up(traced, plan)
@@ -449,7 +449,8 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
     for position in _written_inputs(traced):
         if not same_content(traced.given[position], copied.call.leaves[position]):
             raise BoundaryError.impure(
-                plan.boundary, f"the prefix writes to its input {traced.call.paths()[position]}"
+                plan.boundary,
+                f"the prefix writes to its input {traced.call.layout.paths()[position]}",
             )
     written = {id(buffer) for buffer in plan.mutable}
     skipped = {id(b) for _, module in plan.skipped_modules() for b in module._buffers.values()}

@@ -65,7 +65,7 @@ def address(
     code: Code,
 ) -> dict[str, Any]:
     """Return the fields, JSON values that read well when two addresses are compared."""
-    paths = call.paths()
+    paths = call.layout.paths()
     inputs = {}
     for position, (leaf, chain) in sorted(plan.leaf_names.items()):
         tensor = call.leaves[position]

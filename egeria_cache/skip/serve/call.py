@@ -106,16 +106,6 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
     return _take_apart((args, kwargs), _with_batch) if kwargs else (list(args), _flat(len(args)))
 
 
-def take_result_apart(output: Any, left: Sequence[Mapping[Any, Any]]) -> tuple[list[Any], Layout]:
-    """Return every leaf of what a call has brought, and how they belong together.
-
-    Args:
-        output: What the model returned.
-        left: What it left in each of the containers that it was given.
-    """
-    return _take_apart(((output,), {"left": list(left)}), _result)
-
-
 def _take_apart(
     tree: Any, look_into: Callable[[Any], tuple[Structure, dict[str, Any]] | None]
 ) -> tuple[list[Any], Layout]:
@@ -281,7 +271,8 @@ class Invocation:
         """Return all that the call has brought, taken apart: the output, and what the model left in
         the containers that it was given.
         """
-        return take_result_apart(output, [lent.left() for lent in self.lent])
+        left = [lent.left() for lent in self.lent]
+        return _take_apart(((output,), {"left": left}), _result)
 
     def put(self, output: Any, leaves: Sequence[Any], layout: Layout) -> Any:
         """Return the output with these leaves in place of those of `result`."""
@@ -355,10 +346,6 @@ class Invocation:
             return ("B", *shape[1:])
         follows = following(tagged, lengths)
         return ("B", *("L" if i in follows else n for i, n in enumerate(shape[1:], 1)))
-
-    def paths(self) -> list[str]:
-        """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
-        return self.layout.paths()
 
 
 def plain(leaf: Any) -> Any:

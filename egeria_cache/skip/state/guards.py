@@ -25,7 +25,7 @@ SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
 """Perhaps some batches ago: what was stored since is of neither state."""
 
 Named = tuple[str, nn.Module | None, Tensor]
-_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_version = attrgetter("_version")
 
 
 class PrefixGuard:
@@ -81,21 +81,9 @@ class PrefixGuard:
         # An inference tensor has no version counter (and cannot be written to outside of the mode).
         self._counted = [tensor for tensor in values if not tensor.is_inference()]
         self._placed = [tensor for tensor in values if tensor.layout == torch.strided]
-        self._grown = values
-        self._frozen = list(map(_requires_grad, values))
         self._versions = [tensor._version for tensor in self._counted]
         self._pointers = [tensor.data_ptr() for tensor in self._placed]
         self._probe = ContentProbe(values)
-
-    def thawed(self) -> str | None:
-        """Name a tensor that is to be trained from now on, or return None."""
-        if list(map(_requires_grad, self._grown)) == self._frozen:
-            return None
-        for (name, _, tensor), before in zip(self._tensors, self._frozen, strict=True):
-            if tensor.requires_grad and not before:
-                return name
-        self._frozen = list(map(_requires_grad, self._grown))
-        return None
 
     def changed(self, *, wait: bool = False) -> str | None:
         """Name what changed, or return None. Costs about half a microsecond per tensor.
