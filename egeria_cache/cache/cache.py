@@ -31,7 +31,7 @@ from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads
-from egeria_cache.skip import RandomState, SkipEngine, inner_model
+from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
@@ -255,8 +255,8 @@ class ActivationCache:
         """Measure how well augmenting the front's output stands for augmenting its input.
 
         Args:
-            loader: Its first 64 samples are taken; the first part of their batch is augmented, and
-                is what the model is called with.
+            loader: Its first 64 samples are taken; the first tensor that the model is called with
+                is augmented.
             before: An operation of `egeria_cache.augment` on the inputs.
             after: The one on the features; the same by default. Both draw the same numbers.
             seed: Of these.
@@ -276,12 +276,14 @@ class ActivationCache:
         try:
             model.eval()
             rows = [loader.dataset[index] for index in range(min(64, len(loader.dataset)))]
-            batch = loader.collate_fn(rows)
-            first = batch[0] if isinstance(batch, tuple | list) else batch
+            first, *rest = ordinary_arguments(model, loader.collate_fn(rows)) or [None]
             if not isinstance(first, Tensor) or not first.is_floating_point():
                 raise EgeriaError("the model's first argument is no batch of numbers to augment")
             front = model.get_submodule(name)
-            return commutes(self._engine.computed, front, first, before, after or before, seed)
+            return commutes(
+                lambda inputs: self._engine.computed(inputs, *rest),
+                front, first, before, after or before, seed,
+            )  # fmt: skip
         finally:
             for module, training in modes:
                 module.training = training

@@ -197,6 +197,9 @@ class FrozenPrefix:
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules.values())
 
+    def __len__(self) -> int:
+        return len(self._modules)
+
     def __enter__(self) -> FrozenPrefix:
         return self
 
