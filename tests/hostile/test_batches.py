@@ -181,7 +181,16 @@ def constant(n, mean):
 
 TENSOR = torch.zeros(6)
 
+
+def written_later(m, x, y, n):
+    TENSOR.zero_()
+    moved = x + TENSOR
+    TENSOR.fill_(3.0)
+    return ce(m, moved, y) + 0.1 * moved.square().mean()
+
+
 SERVED = {
+    "an argument that is written later": written_later,
     "normalised": lambda m, x, y, n: ce(m, (x - MEAN) / STD, y),
     "clamped by a schedule": lambda m, x, y, n: ce(m, x.clamp(min=-2.0 if n < 6 else -0.5), y),
     "a constant that is written": lambda m, x, y, n: ce(m, x - constant(n, TENSOR), y),
@@ -193,7 +202,7 @@ SERVED = {
 }
 
 
-@hostile(over=SERVED, cases=5, served=True)
+@hostile(over=SERVED, cases=6, served=True)
 def test_what_can_be_followed_is_served(run, loss):
     trained(run, numbered(loss), epochs=5)
 
