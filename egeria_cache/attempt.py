@@ -40,7 +40,7 @@ class Attempt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if not is_beside(error) or (self._but is not None and self._but(error)):
+        if error is None or not is_beside(error) or (self._but is not None and self._but(error)):
             return False
         self.error = without_us(error)
         clear_frames(error.__traceback__)

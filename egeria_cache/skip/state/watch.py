@@ -414,7 +414,10 @@ def _places(module: nn.Module, layout: _Layout) -> list[Any]:
 
 
 def _first(places: Sequence[Any], key: str) -> Any:
-    return next((place[key] for place in places if key in place), _NOTHING)
+    for place in places:  # asked of each name in every step
+        if key in place:
+            return place[key]
+    return _NOTHING
 
 
 def _attribute(value: Any, key: str) -> Any:
