@@ -12,7 +12,7 @@ padding; whether the loss reads that is seen in its gradient (`serve/dynamic_sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
     for whole, part, are_whole in parts:
         if are_whole:
             _check_samples(traced, plan, lengths, whole, part)
-    growth.cuttable = frozenset(_cuttable(traced, plan, parts))
+    growth.cuttable = frozenset(_cuttable(plan, parts))
     growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in traced.outputs])
     for whole, part, _ in parts:
         growth.keep_constants(plan.steps, whole, part.leaves)
@@ -228,14 +228,11 @@ def _check_samples(
         a = spec.to_rows(traced.leaf(*slot))[torch.tensor(part.rows)]
         b = there.to_rows(part.leaves[slot[0]][slot[1]])
         growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
+        pairs: Iterable[tuple[Tensor, Tensor]] = zip(a, b, strict=True)
         if growth is not None:
-            sizes = [[rule.least(tuple(o)) for rule in growth.rules] for o in of_these.own.tolist()]
-            pairs = list(zip(
-                PaddedRows(a, growth.dims, np.array(sizes)),
-                PaddedRows(b, growth.dims, np.array(sizes)), strict=True,
-            ))  # fmt: skip
-        else:
-            pairs = list(zip(a, b, strict=True))
+            sizes = growth.surely(of_these)
+            parts = (PaddedRows(rows, growth.dims, sizes) for rows in (a, b))
+            pairs = zip(*parts, strict=True)
         for x, y in pairs:
             error = difference(x, y)
             if error > tolerance(x):
@@ -243,9 +240,7 @@ def _check_samples(
                 raise PaddingError.reads_padding(plan.boundary, repr(name), error)
 
 
-def _cuttable(
-    traced: TracedBatch, plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]
-) -> Iterator[Slot]:
+def _cuttable(plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]) -> Iterator[Slot]:
     """Yield the constants that are the beginning of those of longer batches; those that do not grow
     must be the same in all.
     """

@@ -67,7 +67,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     trace, few = seen.trace, list(_few_rows(traced, seen.trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
-        parts += _under_other_draws(traced)
+        parts += [recompute(traced, [traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
     plan = _draft(traced, parts)
     for position in _written_inputs(traced):  # so that a hit writes to them as well
         plan.kept.add(position)
@@ -141,12 +141,6 @@ def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomp
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
             found = recompute(traced, [*part, (part[0] + 1) % size])
         yield found
-
-
-def _under_other_draws(traced: TracedBatch) -> Iterator[Recomputed]:
-    """Run it on two samples, many times, under other random numbers each time."""
-    for _ in range(_MORE_DRAWS):
-        yield recompute(traced, [traced.size - 1, 0])
 
 
 def _with_made_up(traced: TracedBatch, plan: ReplayPlan) -> Iterator[Recomputed]:
@@ -392,11 +386,8 @@ def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
 
 def _check_replay(traced: TracedBatch, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:
     """Replay from rows as the store gives them back; the output must be the user's result."""
-    rows: dict[str, Tensor] = {}
+    rows = plan.rows(lambda slot: traced.leaf(*slot))
     with torch.inference_mode(False), torch.no_grad():
-        for name, slot in plan.slots().items():
-            view = plan.tensor_spec(slot).to_rows(traced.leaf(*slot))
-            rows[name] = view.clone(memory_format=torch.contiguous_format)
         filled = fillings(traced, plan, rows)
     outputs = [_replayed(traced, prober, plan, stored) for stored in filled]
     find_output_axes(traced, plan, outputs)

@@ -142,12 +142,13 @@ class RowGrowth:
             surely: Fill also what may be padding, where rules leave a doubt; else it is kept, as
                 it is in what is stored.
         """
-        stripped = self.stripped(rows, lengths)
-        if surely:
-            own = lengths.own.tolist()
-            sizes = [[rule.least(tuple(one)) for rule in self.rules] for one in own]
-            stripped = PaddedRows(rows, self.dims, np.array(sizes, np.int64))
-        return blank(rows, self.dims, stripped.sizes, self.fill)
+        sizes = self.surely(lengths) if surely else self.stripped(rows, lengths).sizes
+        return blank(rows, self.dims, sizes, self.fill)
+
+    def surely(self, lengths: Lengths) -> np.ndarray:
+        """Return how large samples are at least: int64, shape (B, number of `dims`)."""
+        own = lengths.own.tolist()
+        return np.array([[rule.least(tuple(one)) for rule in self.rules] for one in own], np.int64)
 
     def sizes(self, whole: Whole) -> list[int]:
         """Return how large rows are along `dims` in a batch of these lengths.

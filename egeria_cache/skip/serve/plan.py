@@ -8,7 +8,7 @@ length where not. What cannot be told for certain is computed plainly, and told 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -219,6 +219,16 @@ class ReplayPlan:
         spec = self.steps[slot[0]].leaves[slot[1]]
         assert isinstance(spec, TensorSpec)
         return spec
+
+    def rows(self, tensor_of: Callable[[Slot], Tensor]) -> dict[str, Tensor]:
+        """Return copies of the cached tensors as rows, shape (B, ...), by name."""
+        with torch.inference_mode(False), torch.no_grad():
+            return {
+                name: self.tensor_spec(slot)
+                .to_rows(tensor_of(slot))
+                .clone(memory_format=torch.contiguous_format)
+                for name, slot in self.slots().items()
+            }
 
     def save_buffers(self) -> None:
         """Remember what the active part may write to, until `put_back_buffers`."""

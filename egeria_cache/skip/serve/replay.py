@@ -137,13 +137,7 @@ class CaptureRun:
             self._learn(self._learnt)
         # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
         # count; what the active part writes, perhaps through NumPy or `.data`, does not.
-        rows = {}
-        for name, slot in self.plan.slots().items() if not self.deviation else ():
-            tensor = self._taken[slot]
-            with torch.inference_mode(False), torch.no_grad():
-                view = self.plan.tensor_spec(slot).to_rows(tensor)
-                rows[name] = view.clone(memory_format=torch.contiguous_format)
-        return rows
+        return {} if self.deviation else self.plan.rows(self._taken.__getitem__)
 
     def _deviate(self, how: str) -> None:
         self.deviation = self.deviation or how
