@@ -11,13 +11,15 @@ takes a batch apart into leaves with a row per sample, `padding.py` says how the
 """
 
 from egeria_cache.batch.absent import without_data
-from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows, at_rows
+from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows
 from egeria_cache.batch.chain import Fold
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.structure import (
     Rows,
     Structure,
+    at_rows,
+    counting,
     flatten,
     geometry,
     interleaved,
@@ -47,6 +49,7 @@ __all__ = [
     "Structure",
     "at_rows",
     "batch_tensors",
+    "counting",
     "flatten",
     "forget_lost",
     "geometry",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from egeria_cache.batch.padding import Lengths
 from egeria_cache.batch.seeds import SampleId
-from egeria_cache.batch.structure import Rows, is_dense, is_rows, take_rows
+from egeria_cache.batch.structure import Rows, at_rows, is_dense, is_rows, take_rows
 from egeria_cache.device import uploaded
 
 
@@ -236,13 +236,6 @@ class PartEntry:
         """Return the rows of this part's hits, a copy."""
         whole = self._shared.load()
         return {name: rows[uploaded(self._at, rows.device)] for name, rows in whole.items()}
-
-
-def at_rows(values: Rows, rows: np.ndarray) -> Rows:
-    """Return the rows at these positions."""
-    if isinstance(values, Tensor):
-        return values[uploaded(torch.from_numpy(rows), values.device)]
-    return type(values)(values[i] for i in rows)
 
 
 def _load_part(

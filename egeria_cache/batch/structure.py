@@ -206,9 +206,14 @@ def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
 
 def take_rows(rows: Rows, mask: np.ndarray) -> Rows:
     """Return the rows where the boolean `mask` is True, in order."""
-    if isinstance(rows, Tensor):
-        return rows[uploaded(torch.from_numpy(np.flatnonzero(mask)), rows.device)]
-    return type(rows)(value for value, keep in zip(rows, mask, strict=True) if keep)
+    return at_rows(rows, np.flatnonzero(mask))
+
+
+def at_rows(values: Rows, rows: np.ndarray) -> Rows:
+    """Return the rows at these positions."""
+    if isinstance(values, Tensor):
+        return values[uploaded(torch.from_numpy(rows), values.device)]
+    return type(values)(values[i] for i in rows)
 
 
 def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
@@ -232,6 +237,11 @@ def interleaved(mask: np.ndarray, where_true: Tensor, where_false: Tensor) -> Te
 
 def _values(rows: Rows) -> Sequence[Any]:
     return list(rows.unbind(0)) if isinstance(rows, Tensor) else rows
+
+
+def counting(like: Any, batch_size: int) -> Any:
+    """Return a leaf that says how many samples there are: a number, or a tensor of one."""
+    return torch.full_like(like, batch_size) if isinstance(like, Tensor) else batch_size
 
 
 def row_meta(rows: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ class EngineCallbacks:
                 kept=self._kept_beside(context, cut, name),
                 device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,
+                counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,
                 is_checked=found.totals.raw_bytes == 0
                 # Made since: what is in it are rows of other ranks of this run.
@@ -326,7 +327,7 @@ class EngineCallbacks:
         shapes = {path: tuple(row.shape[1:]) for path, row in view.rows.items()}
         now = {path: tuple(meta.shape[1:]) for path, meta in context.metas.items()}
         differ = [path for path, shape in now.items() if shapes.get(path, shape) != shape]
-        constants = view.constants
+        constants = view.constants_for(batch.size)
         differ += [p for p, v in constants.items() if not same_values(context.constants.get(p), v)]
         if not differ:
             return True

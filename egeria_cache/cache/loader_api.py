@@ -114,14 +114,11 @@ class LoaderApi:
             theirs = view.generation.fields
             asked = {*fields, "leaves", "draws"}  # which only some have
             if view.is_checked and all(theirs.get(key) == fields.get(key) for key in asked):
+                source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._status.views.forget(key)  # it asks again when it begins another pass
-
-    def serves(self, loader_name: str) -> bool:
-        """Whether a boundary is set under which this loader is not refused."""
-        return self.boundary is not None and loader_name not in self._status.uncached
 
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed."""

@@ -99,7 +99,7 @@ class Assembly:
                 return self._load_instead(plan)
             entry.whole = lengths.whole
             misses, kept = lengths.widened(misses), lengths.widened(kept)
-        constants = view.own_constants()
+        constants = view.constants_for(len(plan.ids))
         leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
             hits = kept[path]

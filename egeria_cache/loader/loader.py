@@ -327,7 +327,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
         api = None if self.cache is None else self.cache.api
-        if api is None or not api.serves(self.source.key):
+        if api is None or api.boundary is None or api.is_refused(self.source.key):
             return last.ahead or 0, epoch + (last.ahead or 0)
         known = None
         with api.beside(self.source.key):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.batch import Lengths, Padding, Rows, Structure
+from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
 from egeria_cache.device import runs_late
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class View:
     """Where the activations are wanted, except for those that `cut.devices` names."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Leaves without rows: their value in every batch."""
+    counts: frozenset[str] = frozenset()
+    """Those of them that count the samples."""
     ring: Ring | None = None
     """Rows on the device, where they are gathered from there; kept from pass to pass."""
     has_room: bool = True
@@ -127,9 +129,14 @@ class View:
         assert self.padding is not None
         return self.padding.shape(path, self.rows[path], whole)
 
-    def own_constants(self) -> dict[str, Any]:
-        """Return the leaves without rows, each the caller's own."""
-        return {path: copy.copy(value) for path, value in self.constants.items()}
+    def constants_for(self, batch_size: int) -> dict[str, Any]:
+        """Return the leaves without rows for a batch of this size, each the caller's own."""
+        if not self.constants:
+            return {}
+        return {
+            path: counting(value, batch_size) if path in self.counts else copy.copy(value)
+            for path, value in self.constants.items()
+        }
 
     def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
         """Which samples are stored, each in one of its draws: bool, shape (B,)."""

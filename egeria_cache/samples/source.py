@@ -21,6 +21,7 @@ from egeria_cache.batch import (
     Batch,
     SampleId,
     Structure,
+    counting,
     flatten,
     is_dense,
     is_rows,
@@ -70,7 +71,11 @@ class BatchContext:
 
     def select(self, rows: np.ndarray) -> BatchContext:
         """Return the context of some of the samples, given by their positions."""
-        return replace(self, task=self.task.at(rows.tolist()))
+        constants = {
+            path: counting(value, len(rows)) if path in self.source.counts else value
+            for path, value in self.constants.items()
+        }
+        return replace(self, task=self.task.at(rows.tolist()), constants=constants)
 
 
 class LoaderSource:
@@ -120,6 +125,8 @@ class LoaderSource:
         }
         look_at = weakref.WeakMethod(self._look_at)  # no cycle
         self.fingerprint = Fingerprint(dataset, self._roots, lambda at: look_at()(at))  # type: ignore
+        self.counts: set[str] = set()
+        """Leaves that say how many samples a batch has."""
         self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
@@ -373,11 +380,21 @@ class LoaderSource:
         twice = batch.context.task.at([0, 0])
         leaves = flatten(self.load(twice), 2)[1]
         return leaves.keys() == batch.leaves.keys() and all(
-            same_values(batch.context.constants[path], leaf)
+            self._agrees(batch, path, leaf, 2)
             if path in batch.context.constants
             else is_rows(leaf, 2)
             for path, leaf in leaves.items()
         )
+
+    def _agrees(self, batch: Batch, path: str, other: Any, size: int) -> bool:
+        """Whether a leaf without rows is the same in another batch, or counts its samples."""
+        own = batch.context.constants[path]
+        if path not in self.counts and same_values(own, other):
+            return True
+        if (_count(own), _count(other)) != (batch.size, size):
+            return False
+        self.counts.add(path)
+        return True
 
     def first_difference(
         self, batch: Batch, mask: np.ndarray, loaded: Mapping[str, Any]
@@ -385,9 +402,10 @@ class LoaderSource:
         """Compare rows that were loaded again with what the batch holds of them; name a leaf."""
         for path, again in loaded.items():
             if path in batch.context.constants:
-                held = batch.context.constants[path]
-            else:
-                held = batch.rows_of(path, mask)
+                if not self._agrees(batch, path, again, int(mask.sum())):
+                    return path
+                continue
+            held = batch.rows_of(path, mask)
             if held is not None and not same_values(held, again):
                 return path
         return None
@@ -407,6 +425,13 @@ class LoaderSource:
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):
+            each = again.shape[0] if again.dim() else 0
+            if each > 1 and once.shape[:1] == (each * batch.size,):
+                return (
+                    f"leaf {path or 'of the batch'!r} has {len(once)} rows for {batch.size} "
+                    f"samples; collate it to the shape ({batch.size}, {each}, ...), and let the "
+                    "model take the two dimensions together (`flatten(0, 1)`)"
+                )
             there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
             how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
@@ -424,9 +449,11 @@ class LoaderSource:
         if batch.lengths is not None:
             again = batch.lengths.widened(again)
         for path, leaf in batch.leaves.items():
-            constants = batch.context.constants
-            held = constants[path] if path in constants else take_rows(leaf, mask)
-            if not same_values(held, again.get(path)):
+            if path in batch.context.constants:
+                same = self._agrees(batch, path, again.get(path), len(rows))
+            else:
+                same = same_values(take_rows(leaf, mask), again.get(path))
+            if not same:
                 return path, leaf, again.get(path)
         return None
 
@@ -470,6 +497,12 @@ def _as_sample_id(value: Any) -> SampleId:
         f"a sample ID must be an int, a string, or a tuple of them, got {type(value).__name__}; "
         "give EgeriaLoader a sample_id= that makes one from what the sampler draws"
     )
+
+
+def _count(leaf: Any) -> int | None:
+    if isinstance(leaf, Tensor) and not leaf.dim() and not leaf.is_floating_point():
+        return int(leaf)
+    return leaf if type(leaf) is int else None
 
 
 def _is_lasting(leaf: Any) -> bool:

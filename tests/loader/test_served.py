@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.store.records.keys import encode_keys
@@ -39,6 +40,28 @@ class Keyed(Images):
 
     def __getitem__(self, key):
         return super().__getitem__(self.at[key])
+
+
+def counted(samples):
+    """Collate images, labels, and how many there are."""
+    images, targets = default_collate(samples)
+    return {"images": images, "targets": targets, "size": len(samples)}
+
+
+def test_a_leaf_that_counts_the_samples_of_a_batch_is_served_with_them(tmp_path):
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Images(noise=0), 10, cache=cache, collate_fn=counted)
+        for _ in range(3):
+            batches = list(map(dict, loader))
+            assert [batch["size"] for batch in batches] == [10, 10, 10, 10, 8]
+            assert len([model(batch["images"]) for batch in batches]) == 5
+            cache.flush()
+        loaded = loader.dataset.num_loaded
+        assert [batch["size"] for batch in loader] == [10, 10, 10, 10, 8]
+        assert loader.dataset.num_loaded <= loaded + 4, (
+            "but for two that are read again at each end"
+        )
+        assert cache.stats().hits > 0
 
 
 KEYS = {
