@@ -24,9 +24,9 @@ from egeria_cache.arguments import (
 )
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
-from egeria_cache.cache.engine_callbacks import EngineCallbacks, device_of
+from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi, Passes
-from egeria_cache.device import runs_late
+from egeria_cache.device import device_of, runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats, ServingPolicy

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
-from egeria_cache.device import lock_ahead
+from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
@@ -568,13 +568,6 @@ class EngineCallbacks:
             if self._counts.why_not != why:
                 self._counts.why_not = why
                 log.warning("training goes on uncached: %s", why)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model is, as far as it is on this rank; the CPU if it has no tensor."""
-    tensors = chain(model.parameters(), model.buffers())
-    tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _NAMED = ("cuda", "xpu", "mps", "mtia", "hpu", "ipu", "maia")
 """Kinds after which `Tensor` has methods and flags whether or not there is such a device."""
@@ -53,6 +54,13 @@ def located(device: torch.device) -> torch.device:
     kind = accelerator()
     is_ours = kind is not None and kind.type == device.type
     return torch.device(device.type, current_index() if is_ours else 0)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is, as far as it is on this rank; the CPU if it has no tensor."""
+    tensors = chain(model.parameters(), model.buffers())
+    tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def current_index() -> int:

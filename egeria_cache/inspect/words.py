@@ -31,19 +31,17 @@ def table(
     return "\n".join("  ".join(f"{row[i]:{form}}" for i, form in kept).rstrip() for row in cells)
 
 
-def duration(seconds: float) -> str:
-    """Return whole units of the largest that fits; "?" for what is no time."""
+def age(since: float) -> str:
+    """Return how long ago a time was, given in seconds since the epoch, in whole units of the
+    largest that fits; "?" for what is no time.
+    """
+    seconds = time.time() - since
     if not 0 <= seconds < math.inf:
         return "?"
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def age(since: float) -> str:
-    """Return how long ago a time was, given in seconds since the epoch."""
-    return duration(time.time() - since)
 
 
 def plain(text: object) -> str:

@@ -458,11 +458,6 @@ def is_shared(module: nn.Module) -> bool:
 
 _MUTABLE = (OrderedDict, dict, list, set, deque)
 _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
-    **dict.fromkeys((*_MUTABLE, defaultdict), Copier._container),
-    tuple: Copier._fixed_items,
-    frozenset: Copier._fixed_items,
-    nn.Parameter: Copier._tensor,
-    Tensor: Copier._tensor,
     types.FunctionType: Copier._function,
     types.MethodType: Copier._method,
     types.BuiltinMethodType: Copier._builtin_method,

@@ -81,21 +81,31 @@ def global_sums(sums: Tensor, like: Tensor) -> Tensor:
     return sums
 
 
-@contextmanager
-def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules have their whole parameters inside the block; called by all ranks."""
-    places = [
+def _inside(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules with all below them, each once."""
+    return list({id(m): m for top in modules for m in top.modules()}.values())
+
+
+def _places(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return where the modules' own sharded parameters stand: (dict, name, parameter)."""
+    return [
         (module._parameters, key, parameter)
-        for module in {id(m): m for top in modules for m in top.modules()}.values()
+        for module in modules
         for key, parameter in module._parameters.items()
         if is_sharded(parameter)
     ]
+
+
+@contextmanager
+def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have their whole parameters inside the block; called by all ranks."""
+    places = _places(_inside(modules))
     gathered: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for _, _, parameter in places:
             if id(parameter) not in gathered:
-                tensor = parameter.full_tensor()  # type: ignore[union-attr]
-                gathered[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)  # type: ignore[union-attr]
+                tensor = parameter.full_tensor()
+                gathered[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
     try:
         for slot, key, parameter in places:
             slot[key] = gathered[id(parameter)]
@@ -111,14 +121,9 @@ def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Parameters that are still sharded have their whole shape there, and no values. Local.
     """
-    inside = list({id(m): m for top in modules for m in top.modules()}.values())
+    inside = _inside(modules)
     units = {id(unit) for module in inside for unit in _units(module)}
-    sharded = [
-        (module._parameters, key, parameter)
-        for module in inside
-        for key, parameter in module._parameters.items()
-        if is_sharded(parameter)
-    ]
+    sharded = _places(inside)
     if not units and not sharded:
         yield
         return
@@ -136,7 +141,6 @@ def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in (STATE_KEY, REGISTRY_KEY):
                 module.__dict__.pop(name, None)
         for slot, key, p in sharded:
-            assert p is not None
             empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
             slot[key] = nn.Parameter(empty, p.requires_grad)
         yield

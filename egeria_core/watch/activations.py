@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from egeria_cache.device import Event, Held, mark, runs_late, to_host
+from egeria_cache.device import Event, Held, device_of, mark, runs_late, to_host
 from egeria_core.errors import EvaluatorError
 from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
@@ -36,12 +35,6 @@ PROBE_ROWS = 32
 steady the reading and cost the reference's forward."""
 MISSES_TO_WARN = 3
 DROPS_TO_WARN = 20
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model is, as far as it is on this rank."""
-    tensor = next((p for p in model.parameters() if not p.is_meta), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 class ActivationMeter(Meter):
