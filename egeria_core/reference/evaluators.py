@@ -16,9 +16,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
-import torch
-
-from egeria_cache.device import random_states, set_random_states
+from egeria_cache.skip import RandomState
 from egeria_core.config import ReferenceKind
 from egeria_core.errors import EvaluatorError
 from egeria_core.history import Verdict
@@ -47,15 +45,14 @@ class InlineEvaluator:
             EvaluatorError: The evaluation failed.
         """
         # Building one may initialise weights, and a layer's own code may draw.
-        host, devices = torch.get_rng_state(), random_states()
+        generators = RandomState.now()
         try:
             item.arrive()
             self._ready.append(self._runner.run(item))
         except Exception as error:  # any model code may run here
             raise EvaluatorError(f"{type(error).__name__}: {error}") from error
         finally:
-            torch.set_rng_state(host)
-            set_random_states(devices)
+            generators.restore()
         return True
 
     def poll(self, timeout_s: float = 0.0) -> list[Verdict]:

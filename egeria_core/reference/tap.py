@@ -118,10 +118,7 @@ class Hook:
         if self._function is not None:
             self._function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # by which copies are made as well
         return Hook, ()
 
 
