@@ -101,7 +101,8 @@ class Batch:
         self.lengths = lengths
         self.mixed = mixed or {}
         self.why_mixed = why_mixed
-        self._load_rows = load_rows
+        self.load_rows = load_rows
+        """Loads the masked rows of all leaves from the data set, as they were loaded before."""
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
         self._parts: dict[bytes, Batch] = {}
@@ -150,7 +151,7 @@ class Batch:
             draws=self.draws[rows],
             loader_name=self.loader_name,
             leaves=leaves,
-            load_rows=partial(_load_part, self._load_rows, rows, self.size),
+            load_rows=partial(_load_part, self.load_rows, rows, self.size),
             entry=part,
             context=None if self.context is None else self.context.select(rows),
             may_be_stored=self.may_be_stored,
@@ -159,15 +160,11 @@ class Batch:
             why_mixed=self.why_mixed,
         )
 
-    def load_rows(self, rows: np.ndarray) -> Mapping[str, Rows]:
-        """Load the masked rows of all leaves from the dataset, as they were loaded before."""
-        return self._load_rows(rows)
-
     def load_absent(self) -> Mapping[str, Rows]:
         """Return the raw rows that were not loaded with the batch, by leaf (loads them once)."""
         assert self.absent is not None, "every row was loaded with the batch"
         if self._loaded is None:
-            self._loaded = self._load_rows(self.absent)
+            self._loaded = self.load_rows(self.absent)
         return self._loaded
 
     def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,9 +187,9 @@ class BatchTensor(Tensor):
                 result = NotImplemented  # an error of the operation's own comes again, below
             if result is not NotImplemented:
                 return result
-            leaf = next((arg.leaf for arg in args if _is_batch_tensor(arg)), "")
+            leaf = next((arg.leaf for arg in args if isinstance(arg, BatchTensor)), "")
             first = args[0] if args else None
-            if _is_batch_tensor(first) and _is_in_place(func):
+            if isinstance(first, BatchTensor) and _is_in_place(func):
                 source = first._source
                 # `Parameter` asks whether what it detached is of the same class as before.
                 is_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
@@ -328,24 +328,16 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-def _is_batch_tensor(value: Any) -> TypeGuard[BatchTensor]:
-    return isinstance(value, BatchTensor)
-
-
 def unwrap(tree: Any) -> Any:
     """Return `tree` with every `BatchTensor` replaced by its plain data, loaded where needed."""
     with outside_inference_mode():
-        return _unwrap(tree)
-
-
-def _unwrap(tree: Any) -> Any:
-    plain = tree_map(lambda leaf: leaf.full() if _is_batch_tensor(leaf) else leaf, tree)
-    return own_containers(tree, plain)
+        plain = tree_map(lambda one: one.full() if isinstance(one, BatchTensor) else one, tree)
+        return own_containers(tree, plain)
 
 
 def batch_tensors(tree: Any) -> list[BatchTensor]:
     """Return the intact `BatchTensor`s in any pytree, in order."""
-    return [leaf for leaf in tree_leaves(tree) if _is_batch_tensor(leaf) and leaf.intact]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, BatchTensor) and leaf.intact]
 
 
 _LOCAL = threading.local()

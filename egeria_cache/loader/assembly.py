@@ -113,7 +113,8 @@ class Assembly:
             if lengths is None:
                 whole = view.meta(path, batch.size)
             else:
-                shape = (batch.size, *view.shape_of(path, lengths.whole))
+                own = lengths.padding.shape(path, view.rows[path], lengths.whole)
+                shape = (batch.size, *own)
                 whole = torch.empty(shape, dtype=view.rows[path].dtype, device="meta")
             tagged[path] = without_data(whole, batch, path, misses.get(path))
         entry.on_load = partial(self.cache.count_batch, self._source, len(plan.ids), entry.hit)

@@ -124,11 +124,6 @@ class View:
             self._metas[path, batch_size] = found
         return found
 
-    def shape_of(self, path: str, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that a leaf's rows have in a batch of these lengths."""
-        assert self.padding is not None
-        return self.padding.shape(path, self.rows[path], whole)
-
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
         if not self.constants:

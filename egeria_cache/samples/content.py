@@ -13,25 +13,17 @@ from torch import Tensor
 from egeria_cache.batch import unwrap
 
 
-def same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of any dtype hold the same, NaNs included."""
-    return (
-        left.shape == right.shape
-        and left.dtype == right.dtype
-        and torch.equal(_as_bytes(left), _as_bytes(right))
-    )
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same_values(left: Any, right: Any) -> bool:
-    """Whether two leaves are equal, to the bit where they are tensors."""
+    """Whether two leaves are equal, to the bit where they are tensors, NaNs included."""
     if left is right:
         return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return same_bytes(left, right)
+        is_like = left.shape == right.shape and left.dtype == right.dtype
+        return is_like and torch.equal(_as_bytes(left), _as_bytes(right))
     return type(left) is type(right) and bool(left == right)
 
 
