@@ -4,10 +4,11 @@ Data sets, their transforms and collate functions decide what a sample is. The w
 `Snapshot`; what it comes by is printed instead of kept. The result is a flat mapping from a
 readable path to a print, so that two portraits can say *where* they differ.
 
-What trains is no data: models, optimizers, loaders, hooks, and an object that holds one of them. A
-model of which nothing trains, and that a data set or its transform has, is a part of that.
-Any other object that merely lies within reach of some code (a configuration, a data module) may
-decide a sample or not: it is looked at, but a sample has the last word (`fingerprint.py`).
+What trains is no data: optimizers, loaders, hooks, and an object that holds one of them. A model of
+which nothing trains, and that a data set or its transform has, is a part of that. A model that
+trains, and any other object that merely lies within reach of some code (a configuration, a data
+module), may decide a sample or not: it is looked at, but a sample has the last word
+(`fingerprint.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
@@ -153,8 +154,9 @@ class Portrait(Snapshot):
     def _is_mute(self, value: Any) -> bool:
         if isinstance(value, LEADS):
             return False
-        may_train = self._within_reach.get(id(value), False) or not is_frozen(value)
-        return is_opaque(type(value)) or value is os.environ or (may_train and is_training(value))
+        if is_opaque(type(value)) or value is os.environ:
+            return True
+        return is_training(value) and not isinstance(value, nn.Module)
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         within = self._within_reach.get(id(value), False)
@@ -164,7 +166,8 @@ class Portrait(Snapshot):
         is_object = not isinstance(value, _NO_OBJECTS) and not callable(value)
         is_set = is_data_set(value) and not isinstance(value, (*_NO_OBJECTS, type))
         is_set |= isinstance(value, Dataset)
-        if within and is_object and not is_set:
+        is_trained = isinstance(value, nn.Module) and not is_frozen(value)
+        if (within and is_object and not is_set) or is_trained:
             self.doubtful.add(path)
         below: list[tuple[str, Any]] = []
         own = _own_fingerprint(value) if is_set else None

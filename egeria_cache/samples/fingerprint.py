@@ -110,7 +110,7 @@ class Fingerprint:
         self._shown = Look([], None, frozenset())
         """What loading has shown at first."""
         self._asked: Counter[str] = Counter()
-        """How often what may decide a sample has moved."""
+        """How often what may decide a sample has moved, and decided none."""
         self._prints: dict[int, int | None] = {}
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
@@ -170,10 +170,11 @@ class Fingerprint:
             return surely[0]
         moved = before.differences(full, left_out)
         self._portraits = quick, full
-        self._asked.update(moved)
         what = None
-        if moved:
-            what = moved[0] if self._gives_others() else None
+        if moved and self._gives_others():
+            what = moved[0]
+        elif moved:
+            self._asked.update(moved)
         elif not midway:
             what = self._other_samples()
         self._next_full = self._next_after(started)

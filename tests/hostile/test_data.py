@@ -1,6 +1,7 @@
 """The data set becomes another in the middle of a run."""
 
 import contextvars
+import copy
 import math
 import os
 import types
@@ -466,3 +467,57 @@ DECIDING_NOTHING = {
 @hostile(over=DECIDING_NOTHING, cases=3, silent=True)
 def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make, workers):
     trained(run, data=make(), num_workers=workers, epochs=4, shuffle=True)
+
+
+class Labelled(Pairs):
+    """Labels its samples by a model."""
+
+    model = None
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        with torch.no_grad():
+            return (x, y) if self.model is None else (x, self.model(x[None])[0].argmax())
+
+
+class Labelling:
+    """Collates, and labels by a model."""
+
+    def __init__(self, model, labels):
+        self.model, self.labels = model, labels
+
+    def __call__(self, samples):
+        x, y = default_collate(samples)
+        with torch.no_grad():
+            return x, self.model(x).argmax(1) if self.labels else y
+
+
+@hostile(cases=2)
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("where", ["data set", "collate_fn"])
+def test_labels_by_a_model_that_trains_are_those_of_now(run, where, follows):
+    """By the very model, or by a copy that is brought up to date."""
+    model = run.freeze(Net())
+    teacher, data, kwargs = copy.deepcopy(model) if follows else model, Labelled(), {}
+    if where == "data set":
+        data.model = teacher
+    else:
+        kwargs["collate_fn"] = Labelling(teacher, True)
+    each_epoch = lambda _: follows and teacher.load_state_dict(model.state_dict())  # noqa: E731
+    run.fit(model, run.loader(data, **kwargs), 6, each_epoch=each_epoch)
+
+
+@hostile(silent=True)
+@pytest.mark.parametrize("where", ["data set", "collate_fn"])
+def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
+    model, data = run.freeze(Net()), Pairs()
+    data.model = model if where == "data set" else None
+    run.fit(model, run.loader(data, collate_fn=Labelling(model, False)), 5)
+
+
+@hostile(told="changes again and again")
+def test_a_setting_out_of_the_data_set_may_change_in_every_epoch(run):
+    setting = Scale()
+    model, data = run.freeze(Net()), made(lambda d, i: (d.x[i] * setting.factor, d.y[i]))
+    each_epoch = lambda epoch: setattr(setting, "factor", 1.0 + max(0, epoch - 1))  # noqa: E731
+    run.fit(model, run.loader(data), 8, each_epoch=each_epoch)
