@@ -11,7 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
@@ -74,12 +78,21 @@ def has_modes() -> bool:
 
 
 def has_other_operations() -> bool:
-    """Tell whether a mode of the caller's stands between an operation and its result; a default
-    device gives the same numbers.
+    """Tell whether a mode of the caller's stands between an operation and its result; under a
+    default device, and under what PyTorch counts operations with, the numbers are the same.
     """
-    if _num_dispatch_modes() > 0:
+    if not has_modes():
+        return False
+    if not all(map(_only_counts, _get_current_dispatch_mode_stack())):
         return True
     return any(type(mode) is not DeviceContext for mode in _function_modes())
+
+
+_COUNTERS = {"torch.utils.flop_counter", "torch.distributed.tensor.debug"}
+
+
+def _only_counts(mode: TorchDispatchMode) -> bool:
+    return any(base.__module__ in _COUNTERS for base in type(mode).__mro__)
 
 
 def without_modes() -> AbstractContextManager[None]:

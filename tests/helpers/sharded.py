@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
@@ -83,12 +84,18 @@ def train(
     return losses
 
 
-class CountBytes(TorchDispatchMode):
+class CountBytes(CommDebugMode):  # type: ignore[misc]
     """Adds up what goes into collectives, by their names, in the forward and in the backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
+
+    def __enter__(self) -> CountBytes:
+        return TorchDispatchMode.__enter__(self)  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        TorchDispatchMode.__exit__(self, *error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):

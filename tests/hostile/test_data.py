@@ -492,6 +492,7 @@ class Labelling:
             return x, self.model(x).argmax(1) if self.labels else y
 
 
+@pytest.mark.usefixtures("_looked_at_with_each_batch")
 @hostile(cases=2)
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("where", ["data set", "collate_fn"])
