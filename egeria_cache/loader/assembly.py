@@ -304,9 +304,7 @@ class Assembly:
             EgeriaError: They cannot be told, or a sample is not in its place in the batch.
         """
         if loaded.lengths is None or loaded.axes != self._source.axes:
-            task = plan.whole(
-                self._source.seed
-            )  # it was loaded before it was known that it has to be
+            task = plan.whole(self._source.seed)  # loaded before it was known that it has to be
             rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
             loaded = self._source.measure(task.take(rows))
         if loaded.lengths is None:
