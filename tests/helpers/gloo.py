@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,10 @@ def run_ranks(
         AssertionError: A rank failed, or was not done in time; all of them are stopped then.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # A file: a port that is free now may be another test's in a moment.
+    meeting = directory / f"meeting-{uuid.uuid4().hex}"
     ranks = [
-        nursery().Process(target=_main, args=(rank, num_ranks, port, directory, worker, args))
+        nursery().Process(target=_main, args=(rank, num_ranks, meeting, directory, worker, args))
         for rank in range(num_ranks)
     ]
     deadline = time.monotonic() + timeout_s
@@ -64,17 +63,15 @@ def _errors(directory: Path, failed: list[int]) -> str:
 def _main(
     rank: int,
     num_ranks: int,
-    port: int,
+    meeting: Path,
     directory: Path,
     worker: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(rank),
-    )  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    store = dist.FileStore(str(meeting), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
         torch.save(worker(rank, *args), directory / f"{rank}.pt")
     except BaseException:
