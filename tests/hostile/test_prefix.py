@@ -369,6 +369,26 @@ def double(module, args, out=None):
     return out * 2 if out is not None else (args[0] * 2,)
 
 
+class Scaling:
+    """What a hook is, or is a method of."""
+
+    def __init__(self):
+        self.factor = [1.0]
+
+    def __call__(self, module, args, out):
+        return out * self.factor[0]
+
+    def scaled(self, module, args, out):
+        return out * self.factor[0]
+
+
+@hostile(over={"an object": lambda own: own, "a method": lambda own: own.scaled})
+def test_what_a_hook_of_the_front_holds_is_obeyed(run, hook):
+    model, own = Net(), Scaling()
+    model.early.register_forward_hook(hook(own))
+    changed(run, lambda model: own.factor.__setitem__(0, 2.0), model)
+
+
 REGISTERS = {
     "forward": torch_module.register_module_forward_hook,
     "pre": torch_module.register_module_forward_pre_hook,
