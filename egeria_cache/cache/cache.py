@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -248,6 +249,13 @@ class ActivationCache:
     def report(self) -> str:
         """Return `stats()` as text for people."""
         return self.stats().report()
+
+    def fill(self, *_: Any, **__: Any) -> None:
+        """Do nothing any more; it is accepted for one release."""
+        what = "the first epoch of a training stores all that it computes"
+        warnings.warn(
+            f"ActivationCache.fill() does nothing any more: {what}", FutureWarning, stacklevel=2
+        )
 
     def commutes(
         self, loader: Any, before: Operation, after: Operation | None = None, *, seed: int = 0

@@ -159,6 +159,8 @@ def test_arguments_of_another_kind_are_told_by_name(tmp_path, monkeypatch, make,
 def test_options_that_are_gone_do_nothing_for_one_release(tmp_path):
     with pytest.warns(FutureWarning, match="verify= does nothing any more: every read"):
         cache = ActivationCache(make_net(), tmp_path, verify="always")
+    with pytest.warns(FutureWarning, match=r"fill\(\) does nothing any more: the first epoch"):
+        cache.fill()
     with cache, pytest.warns(FutureWarning, match="EgeriaLoader: ragged= does nothing any more"):
         EgeriaLoader([1], cache=cache, ragged={"input_ids": 0})
     model = make_net()
