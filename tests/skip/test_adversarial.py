@@ -127,6 +127,10 @@ def token(trains=True):
     return {"token": lambda: nn.Parameter(torch.randn(1, 1, 6), trains)}
 
 
+EVEN = {"token": lambda: nn.Parameter(torch.ones(1, 1, 6))}
+"""As it begins it prefers none; larger or smaller as a whole, it would not either."""
+
+
 def with_a_token(m, x):
     return m.finish(m.middle(torch.cat([m.token.expand(len(x), -1, -1), m.early(x)], 1)))
 
@@ -136,6 +140,13 @@ def side_into_the_prefix(m, x, seen=True):
     with torch.set_grad_enabled(seen):
         h = h + m.side(h)
     return m.finish(m.middle(h) + (0 if seen else m.side(h)))
+
+
+def chosen_by_a_token(m, x):
+    """Trained by the head; before the boundary it moves an index, which has no gradient."""
+    h = m.early(x)
+    h = m.middle(h * (1 + (h * m.token[0]).argmax(-1, keepdim=True)))
+    return m.finish(h) * m.token.sum()
 
 
 def side_network(m, x):
@@ -154,9 +165,11 @@ TRAINED = {
     "token": (with_a_token, token(), "token"),
     "side": (side_into_the_prefix, SIDE, "side"),
     "side, unseen": (lambda m, x: side_into_the_prefix(m, x, False), SIDE, "side"),
+    "an index": (chosen_by_a_token, EVEN, "token"),
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("forward", "parts", "name"), TRAINED.values(), ids=TRAINED)
 def test_a_trained_tensor_in_the_prefix_is_named(forward, parts, name):
     refused(of(forward, **parts), name, "trainable")

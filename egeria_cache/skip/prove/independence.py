@@ -89,18 +89,16 @@ _FARTHER = 8.0
 
 
 def check_trained(traced: TracedBatch, plan: ReplayPlan, part: Recomputed) -> None:
-    """Raise if autograd says that something trained leads into what is skipped, or is cached.
+    """Raise if autograd says that what is cached was computed with something trained.
 
     Raises:
         BoundaryError: And with what.
     """
-    for i, step in enumerate(plan.steps):
-        cached = [part.leaves[i][j] for j in step.cached]
-        for leaf in [*cached, *(() if step.run else part.given[i])]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                parameter = traced.trained_by(leaf)
-                if parameter is not None:
-                    raise BoundaryError.trainable(plan.boundary, parameter)
+    for i, j in plan.slots().values():
+        leaf = part.leaves[i][j]
+        parameter = traced.trained_by(leaf) if leaf.requires_grad else None
+        if parameter is not None:
+            raise BoundaryError.trainable(plan.boundary, parameter)
 
 
 def check_rows(

@@ -230,11 +230,16 @@ class _ProbeRun(ReplayRun):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                 self.given.append((index, position))
             if isinstance(leaf, Placeholder):
+                for key, tensor in self.scene.trainable.items():  # as they were met
+                    if Source("trainable", "", key) in leaf.sources:
+                        self._refuse_trained(tensor)
                 for source in leaf.sources:
                     if source.kind == "leaf":
                         self.plan.entered.add(source.index)
                     elif source.kind == "argument":
                         self._prober.pin(source.index)
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._refuse_trained(leaf)
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.plan.steps[index]
@@ -246,6 +251,11 @@ class _ProbeRun(ReplayRun):
         if index in self._prober.tried and _leaked(output):
             self.plan.steps[index].run = False
             raise _TryAgain
+
+    def _refuse_trained(self, tensor: Tensor) -> None:
+        parameter = self._prober.traced.trained_by(tensor)
+        if parameter is not None:
+            raise BoundaryError.trainable(self.plan.boundary, parameter)
 
 
 def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:

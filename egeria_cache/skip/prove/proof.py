@@ -77,7 +77,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     if not plan.slots():
         raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
     repeated = few[-1]
-    other_mode = recompute(traced, repeated.rows, grad=not traced.grad, keeps_given=True)
+    other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     _check_repeats(traced, repeats, plan)
     parts += _with_made_up(traced, plan)

@@ -13,7 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -32,9 +32,9 @@ class Source:
     """Where a placeholder's value would have come from."""
 
     kind: str
-    """'leaf' and 'argument' are inputs, 'step' is a skipped module."""
+    """'leaf' and 'argument' are inputs, 'step' is a skipped module, 'trainable' a parameter."""
     name: str
-    """Module or argument, for the error message."""
+    """Module, argument or parameter, for the error message."""
     index: int = -1
     """Which leaf of the call, or which step."""
     leaf: int = -1
@@ -50,7 +50,7 @@ class Escape(BoundaryError):  # noqa: N818
     def at(cls, sources: Iterable[Source], consumer: str) -> Escape:
         """Name one of the sources, and remember all."""
         sources = frozenset(sources)
-        names = sorted(s.name for s in sources) or ["?"]
+        names = sorted(s.name for s in sources if s.kind != "trainable") or ["?"]
         error = cls(str(BoundaryError.escaped(names[0], consumer)))
         error.sources = sources
         return error
@@ -68,6 +68,8 @@ class Scene:
     """Whether the boundary has returned: modules called from now on are active."""
     finished: bool = False
     """Whether the run is over; a placeholder that is left has leaked."""
+    trainable: dict[int, Tensor] = field(default_factory=dict)
+    """Trainable tensors that met a placeholder, by the index of their source."""
     made: list[weakref.ref[Placeholder]] | None = None
     """Every placeholder of the run, where a dry run wants to see who keeps one."""
 
@@ -150,6 +152,8 @@ class Placeholder(Tensor):
         sources = found[0].sources.union(*(p.sources for p in found[1:]))
         scene.check(sources, func)
         written = _written(func, args, kwargs)
+        trainable: list[Tensor] = []
+        meta = functools.partial(_as_meta, trainable=trainable)
         for tensor in written:
             if not isinstance(tensor, Placeholder) or tensor.is_callers:
                 raise Escape.at(sources, scene.current_module() or str(func))
@@ -160,15 +164,18 @@ class Placeholder(Tensor):
         key = None if written else _key(func, args, kwargs)
         result = None if key is None else _RESULTS.get(key)
         if result is None:
-            meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+            meta_args, meta_kwargs = tree_map_only(Tensor, meta, (args, kwargs))
             try:
                 result = func(*meta_args, **meta_kwargs)
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 raise Escape.at(sources, scene.current_module() or str(func)) from error
-            if key is not None:
+            if key is not None and not trainable:
                 if len(_RESULTS) >= _MAX_RESULTS:
                     _RESULTS.clear()
                 _RESULTS[key] = result
+        if trainable:
+            scene.trainable.update((id(tensor), tensor) for tensor in trainable)
+            sources |= {Source("trainable", "", id(tensor)) for tensor in trainable}
         for tensor in written:
             _after_write(tensor, sources, scene, str(func))
         if written and isinstance(result, Tensor):
@@ -258,6 +265,8 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _describe(node: Any) -> Any:
     if isinstance(node, Tensor):
         if not isinstance(node, Placeholder):
+            if node.requires_grad:
+                raise TypeError  # it has to be noted each time
             return (node.shape, node.stride(), node.dtype)
         meta = node.meta
         return (meta.shape, meta.stride(), meta.dtype, meta.storage_offset())
@@ -268,9 +277,11 @@ def _describe(node: Any) -> Any:
     return (type(node), node)
 
 
-def _as_meta(tensor: Tensor) -> Tensor:
+def _as_meta(tensor: Tensor, *, trainable: list[Tensor]) -> Tensor:
     if isinstance(tensor, Placeholder):
         return tensor.meta
+    if tensor.requires_grad:
+        trainable.append(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
