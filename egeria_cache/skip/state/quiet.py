@@ -16,7 +16,9 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import is_library
@@ -50,6 +52,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             _mute(name, stack)
         _mute_loggers(stack)
         _unhook_saving(stack)
+        _leave_modes(stack)
         # In place: `catch_warnings` would forget what was said once.
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         filters.insert(0, _IGNORE)
@@ -76,6 +79,22 @@ def _mute_loggers(stack: ExitStack) -> None:
 
     stack.callback(setattr, logging.Logger, "handle", heard)
     logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+
+
+def _leave_modes(stack: ExitStack) -> None:
+    """Let no mode of the loop see what is computed here: a counter of operations, say."""
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+    ours = [mode for mode in modes[::-1] if type(mode).__module__.startswith("egeria_cache.")]
+    for mode in ours:
+        _push_mode(mode)
+
+    def enter_again() -> None:
+        for _ in ours:
+            _pop_mode()
+        for mode in modes[::-1]:
+            _push_mode(mode)
+
+    stack.callback(enter_again)
 
 
 def _unhook_saving(stack: ExitStack) -> None:
