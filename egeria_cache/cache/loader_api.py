@@ -157,7 +157,7 @@ class LoaderApi:
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
-        boundary = self.boundary
+        boundary = self._status.boundary
         if boundary is None or not entry.serves_most:
             return False
         return self._policy.wants_control(entry.view.loader_name, boundary)

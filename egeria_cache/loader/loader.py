@@ -301,14 +301,12 @@ class EgeriaLoader(ResumableLoader[T_co]):
             )  # fmt: skip
         self._ended_unchanged = at_end
 
-    def _ask_data_midway(self) -> None:
+    def _note_change_midway(self, what: str) -> None:
         """The same in the middle of a pass, where what changes is loaded differently at once."""
         assert self.cache is not None
-        what = self.source.fingerprint.changed(midway=True)
-        if what is not None:
-            self._num_changes += 1
-            give_up = self._num_changes > MAX_CHANGES
-            self.cache.api.data_changed(self.source.key, what, unlink=True, give_up=give_up)
+        self._num_changes += 1
+        give_up = self._num_changes > MAX_CHANGES
+        self.cache.api.data_changed(self.source.key, what, unlink=True, give_up=give_up)
 
     @property
     def _keeps_workers(self) -> bool:

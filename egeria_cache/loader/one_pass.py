@@ -170,9 +170,10 @@ class Pass:
         if self._gathers != self._planner.is_midway:
             self._gather(not self._gathers)
         is_due = self._asks_midway and asked >= self._source.fingerprint.next_look
-        if is_due and not self._is_beside():
-            with self._beside():
-                self._loader._ask_data_midway()
+        if is_due and self._cache is not None and not self._cache.is_beside(self._source):
+            with self._cache.beside(self._source.key):
+                if (what := self._source.fingerprint.changed(midway=True)) is not None:
+                    self._loader._note_change_midway(what)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number)
         self._step = plan, asked

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,6 +135,8 @@ class Plan:
 
 def best_entry(
     places: Sequence[tuple[View, Located]],
+    start: int,
+    stop: int,
     number: int,
     ids: list[SampleId],
     draws: npt.NDArray[np.int64],
@@ -142,14 +144,16 @@ def best_entry(
     """Choose the one generation that serves most of the batch; on a tie, the deepest.
 
     Args:
-        places: Where it is stored, by generation, deepest boundary first.
+        places: Where samples are stored, by generation, deepest boundary first.
+        start: Where its own begin among these.
+        stop: Where they end.
         number: The batch's number.
         ids: Its samples.
         draws: Which random draw of each.
     """
     best: PlannedEntry | None = None
     for view, located in places:
-        entry = PlannedEntry(view, number, ids, draws, located)
+        entry = PlannedEntry(view, number, ids, draws, located.rows(start, stop))
         if entry.num_hits > (0 if best is None else best.num_hits):
             best = entry
     return best
@@ -305,10 +309,6 @@ class Planner:
         together = source.study.company is not None
         return source.axes, together, together or source.is_steady, source.has_own_collate
 
-    def _is_control(self, entry: PlannedEntry) -> bool:
-        """Whether a batch is to be computed although this would serve it."""
-        return self._cache is not None and self._cache.wants_control(entry)
-
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
         self._is_exhausted = indices is None
@@ -320,9 +320,8 @@ class Planner:
         What other processes have stored by now is found: ranks that share a directory find in one
         epoch what any of them has stored in the one before.
         """
-        batches = list[list[Any]]()
-        while len(batches) < count and (indices := self._next_indices()) is not None:
-            batches.append(list(indices))
+        batches = [] if self._is_exhausted else [*map(list, islice(self._index_batches, count))]
+        self._is_exhausted = len(batches) < count
         if not batches:
             return False
         plans = list[Plan]()
@@ -349,7 +348,7 @@ class Planner:
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
     ) -> list[Plan]:
-        source = self._source
+        source, cache = self._source, self._cache
         ids = source.identify(list(chain.from_iterable(batches)))
         draws, start = source.draws_at(ids, self._clock), 0
         study = _UNSTUDIED if seeds_all is None else self._study()
@@ -359,10 +358,9 @@ class Planner:
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
             own, drawn = ids[start:stop], draws[start:stop]
-            here = [(view, located.rows(start, stop)) for view, located in places]
-            entry = best_entry(here, number, own, stored[start:stop])
+            entry = best_entry(places, start, stop, number, own, stored[start:stop])
             self._is_read = entry is not None and not entry.num_misses
-            control = entry if entry is not None and self._is_control(entry) else None
+            control = entry if entry and cache and cache.wants_control(entry) else None
             plans.append(Plan(
                 number, indices, own, drawn, None if control else entry, seeds_all, control,
                 *((*_UNSTUDIED[:2], study[2]) if control else study),

@@ -334,8 +334,7 @@ class Prefetcher:
             stop = start + entry.num_hits
             entry._is_read = bool(found[start:stop].all())
             if entry._is_read:
-                is_all = len(entries) == 1
-                own = tensors if is_all else {n: _part(v, start, stop) for n, v in tensors.items()}
+                own = tensors if len(entries) == 1 else _part(tensors, start, stop)
                 entry._rows = _put_together(view, own, self._keep(entry, own))
             start = stop
 
@@ -345,17 +344,15 @@ class Prefetcher:
         if padding is not None:
             entry.lengths = found[LENGTHS].numpy().astype(np.int64)
             longest = entry.longest
-        kept = {
-            path: _column(kind, found[KEPT + path])
-            if padding is None or longest is None or path not in padding.values
-            else padding.padded(path, found[KEPT + path], longest)
-            for path, kind in entry.view.kept.items()
-        }
-        if self._pin_memory and pins(entry.view.device):
-            for path, rows in kept.items():
-                if isinstance(rows, Tensor):
-                    kept[path] = pinned(rows, entry.view.device)
-        entry.kept = kept
+        pin = self._pin_memory and pins(entry.view.device)
+        for path, kind in entry.view.kept.items():
+            rows = found[KEPT + path]
+            if padding is None or longest is None or path not in padding.values:
+                rows = _column(kind, rows)
+            else:
+                rows = padding.padded(path, rows, longest)
+            is_pinned = pin and isinstance(rows, Tensor)
+            entry.kept[path] = pinned(rows, entry.view.device) if is_pinned else rows
         return longest
 
     def _ring_of(self, view: View) -> Ring | None:
@@ -427,27 +424,33 @@ def _put_together(
     Raises:
         LookupError: It is not known how long the activations of such a batch are.
     """
-    prefix = len(ACTIVATION)
-    found = {name[prefix:]: v for name, v in tensors.items() if name.startswith(ACTIVATION)}
-    for name, one in view.growth.items() if found else ():
+    found = {}
+    for name, rows in tensors.items():
+        if name.startswith(ACTIVATION):
+            found[name[len(ACTIVATION) :]] = rows
+    for name, one in view.cut.growth.items() if found and view.padding is not None else ():
         pin = pins(view.device)
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
 
 
-def _part(rows: Any, start: int, stop: int) -> Any:
+def _part(tensors: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
     """Return some rows as nobody could tell from ones that were read alone: what is written to them
     is written to no others in autograd's books.
     """
-    if not isinstance(rows, Tensor):
-        return rows[start:stop]
-    flat = rows.reshape(-1).view(torch.uint8).numpy()
-    size = len(flat) // len(rows)
-    part = torch.from_numpy(flat[start * size : stop * size])
-    if part.data_ptr() % ALIGNMENT:
-        part = part.clone()
-    return part.view(rows.dtype).view(stop - start, *rows.shape[1:])
+    found = {}
+    for name, rows in tensors.items():
+        if not isinstance(rows, Tensor):
+            found[name] = rows[start:stop]
+            continue
+        flat = rows.reshape(-1).view(torch.uint8).numpy()
+        size = len(flat) // len(rows)
+        part = torch.from_numpy(flat[start * size : stop * size])
+        if part.data_ptr() % ALIGNMENT:
+            part = part.clone()
+        found[name] = part.view(rows.dtype).view(stop - start, *rows.shape[1:])
+    return found
 
 
 def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:

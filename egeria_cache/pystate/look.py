@@ -23,6 +23,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -60,10 +61,13 @@ from egeria_cache.pystate.places import (
     Attributes,
     Generator,
     Items,
+    Length,
     Named,
     Names,
+    Parts,
     Place,
     Sketch,
+    Version,
     sketch_of,
 )
 from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, holds_threads
@@ -88,7 +92,8 @@ class Portrait(Snapshot):
         roots: Objects by name; of the one named "data set" every attribute counts.
         thorough: Read all of long arrays and lists, as a comparison with another process needs, and
             keep nothing. A quick portrait holds within this process only, and is a snapshot: as
-            long as it `has_moved` not, another portrait would be the same, but for long arrays.
+            long as it `has_moved` not, another portrait would be the same, except for what a glance
+            passes over (see `is_whole`).
     """
 
     def __init__(self, roots: Mapping[str, Any], *, thorough: bool = True) -> None:
@@ -97,6 +102,8 @@ class Portrait(Snapshot):
         """Data sets that say themselves what they are."""
         self._made_anew: set[int] = set()
         """What pickling has made, and what that holds: it has no identity."""
+        self.is_whole = True
+        """Whether all of it is kept: as long as it `has_moved` not, nothing of it has."""
         settings = getattr(os.environ, "_data", {})
         places = Items("the environment", settings), Items("", roots)
         super().__init__(places=places, reach=_ALL)
@@ -173,6 +180,7 @@ class Portrait(Snapshot):
         own = _own_fingerprint(value) if is_set else None
         if own is not None:
             self._vouched.add(id(value))
+            self.is_whole = False
             if not self._is_noted(f"{path}.fingerprint", own):
                 below.append((f"{path}.fingerprint", own))
         self._is_told = self._print(path, value)
@@ -200,8 +208,11 @@ class Portrait(Snapshot):
         elif not self._keeps and not isinstance(place, Named | Sketch):
             return []
         found = super()._keep(place)
+        self.is_whole &= self._keeps and not isinstance(place, Sketch | Version | Length)
         if not self._keeps:
             self.places.pop(), self._kept.pop()
+        if isinstance(place, Parts):
+            return []
         if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
             if is_pickled:
                 parts = state_of(place.where)
@@ -224,6 +235,7 @@ class Portrait(Snapshot):
     def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if self._is_told and (self._is_thorough or len(value) > _ALL.max_items):
             return
+        self.is_whole &= len(value) <= _ALL.max_held and not isinstance(value, MappingProxyType)
         mapping = isinstance(value, Mapping)
         pairs = value.items() if mapping else enumerate(value)
         for key, item in islice(pairs, _ALL.max_held):
@@ -295,6 +307,7 @@ class Portrait(Snapshot):
         kind = kind_name(type(value))
         text = _text(value) if is_standard(type(value)) else kind
         self._note(path, text)
+        self.is_whole = False
         if text != kind:
             return
         with Attempt() as tried:

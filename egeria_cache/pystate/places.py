@@ -36,6 +36,7 @@ from egeria_cache.pystate.prints import array_print, tensor_print
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
+_FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 LEADS = ContextVar, weakref.ref
 """Lead to something else."""
 NUM_SEEN, NUM_FIRST = 256, 4096
@@ -68,10 +69,6 @@ class Place:
     def read(self, where: Any) -> Any:
         """Return what `where` holds, which is this or a copy of it."""
         raise NotImplementedError
-
-    def look(self, where: Any) -> Any:
-        """Return the same, to be compared at once: no copy."""
-        return self.read(where)
 
     def write(self, where: Any, kept: Any) -> None:
         """Have `where` hold that."""
@@ -167,6 +164,16 @@ class Names(Named):
     def read(self, where: dict[str, Any]) -> dict[str, Any]:
         """Return those that there are."""
         return {name: where[name] for name in self.names if name in where}
+
+
+class Parts(Named):
+    """What a function is made of, but for its variables."""
+
+    __slots__ = ()
+
+    def read(self, where: FunctionType) -> dict[str, Any]:
+        """Return its code, and its defaults."""
+        return {name: getattr(where, name) for name in _FUNCTION_PARTS}
 
 
 class Cell(Named):
@@ -318,7 +325,7 @@ class Elements(Place):
         return where.copy() if isinstance(where, np.ndarray) else bytes(where)
 
     def look(self, where: Any) -> Any:
-        """Return tensors and arrays themselves."""
+        """Return the same, to be compared at once: tensors and arrays themselves."""
         if isinstance(where, Tensor):
             return where.detach()
         return where if isinstance(where, np.ndarray) else self.read(where)

@@ -61,6 +61,7 @@ from egeria_cache.pystate.places import (
     Named,
     Names,
     OfClass,
+    Parts,
     Place,
     Sketch,
     led_to,
@@ -228,7 +229,8 @@ class Snapshot:
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""
         for place, kept in zip(self.places, self._kept, strict=True):
-            if (names or not place.has_names) and not _same(place.look(place.where), kept):
+            look = place.look if isinstance(place, Elements) else place.read
+            if (names or not place.has_names) and not _same(look(place.where), kept):
                 return True
         return False
 
@@ -321,6 +323,8 @@ class Snapshot:
                 yield OfClass(value.__qualname__, value)
             return
         if isinstance(value, FunctionType):
+            if self._reach.sketches and not is_installed_code(value.__code__):
+                yield Parts(path, value)
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield Cell(f"{path}.{name}", cell)
             for scope, names in globals_of(value) if follows else ():

@@ -118,7 +118,7 @@ class Fingerprint:
         self._next_full = self.next_look = 0.0
         """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._free_s = FREE_S
-        self._glance: Portrait | None = None
+        self._glance: Portrait
         """Of the data as they were when they were looked at last."""
 
     def __str__(self) -> str:
@@ -150,21 +150,21 @@ class Fingerprint:
             what = self._changed(midway)
         now = time.perf_counter()
         self._free_s -= now - started
-        self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
+        self.next_look = 0.0 if self._free_s > 0 else _next_after(started)
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
 
     def _changed(self, midway: bool) -> str | None:
-        if self._glance is None or self._glance.has_moved():
-            self._glance = Portrait(self._roots, thorough=False)
-        elif time.perf_counter() < self._next_full:
+        quick, (seen, before) = self._glance, self._portraits
+        if has_moved := quick.has_moved():
+            self._glance = quick = Portrait(self._roots, thorough=False)
+        started = time.perf_counter()
+        sees_all = midway and quick.is_whole
+        is_due = not sees_all and (self._free_s > 0 or started >= self._next_full)
+        if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
-        quick, left_out = self._glance, self._left_out
-        started, (seen, before) = time.perf_counter(), self._portraits
-        if not seen.differences(quick, left_out) and started < self._next_full:
-            return None
-        full = Portrait(self._roots)
+        full, left_out = Portrait(self._roots), self._left_out
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
         if surely:
             return surely[0]
@@ -177,13 +177,8 @@ class Fingerprint:
             self._asked.update(moved)
         elif not midway:
             what = self._other_samples()
-        self._next_full = self._next_after(started)
+        self._next_full = _next_after(started)
         return what
-
-    def _next_after(self, started: float) -> float:
-        """Return when all may be read again that was read since then."""
-        now = time.perf_counter()
-        return 0.0 if self._free_s > now - started else now + (now - started) / MAX_SHARE
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -249,7 +244,7 @@ class Fingerprint:
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
-        self._next_full = self._next_after(started)
+        self._next_full = _next_after(started)
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
         return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
@@ -261,6 +256,12 @@ class Fingerprint:
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
+
+
+def _next_after(started: float) -> float:
+    """Return when something may be done again that was done since then."""
+    now = time.perf_counter()
+    return now + (now - started) / MAX_SHARE
 
 
 def sample_print(sample: Any) -> int | None:

@@ -255,6 +255,25 @@ def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypat
     assert source.fingerprint.changed() is None
 
 
+PARTS = {
+    "__code__": (lambda by=3: 2 * by).__code__,
+    "__defaults__": (3,),
+    "__kwdefaults__": {"by": 3},
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_function_is_made_of_is_seen_in_mid_pass_at_a_glance(part):
+    scale = (lambda *, by=2: by) if part == "__kwdefaults__" else (lambda by=2: by)
+    source = source_of(Rare(scale))
+    assert str(source.fingerprint)
+    assert source.fingerprint._glance.is_whole
+    assert source.fingerprint.changed(midway=True) is None
+    setattr(scale, part, PARTS[part])
+    assert source.fingerprint.changed(midway=True)
+
+
 class Trainer:
     """Holds what trains, as Accelerate's accelerator does, and moves with every step."""
 

@@ -41,7 +41,7 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     replaced: _Replaced = []
     thread = get_ident()
     try:
-        _active().append(replaced)
+        _LOCAL.active.append(replaced)
         for module in modules:
             own = module.__dict__
             key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
@@ -56,7 +56,7 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
 
 def depth() -> int:
     """Return how many blocks of `intercept` this thread is in."""
-    return len(_active())
+    return len(_LOCAL.active)
 
 
 def heal(depth: int) -> None:
@@ -65,21 +65,21 @@ def heal(depth: int) -> None:
     An interrupt (Ctrl-C) is raised between any two calls, also in the middle of a clean-up; who
     then goes on in the same process would compute with modules that are still taken over.
     """
-    active = _active()
+    active = _LOCAL.active
     if len(active) > depth:
         _put_back(active[depth])
 
 
 _Replaced = list[tuple[dict[str, Any], str, Any]]
-_LOCAL = threading.local()
 
 
-def _active() -> list[_Replaced]:
-    """Return what the blocks that are running in this thread have replaced, outermost first."""
-    active: list[_Replaced] | None = getattr(_LOCAL, "active", None)
-    if active is None:
-        active = _LOCAL.active = []
-    return active
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.active: list[_Replaced] = []
+        """What the blocks that are running in this thread have replaced, outermost first."""
+
+
+_LOCAL = _Local()
 
 
 def _put_back(replaced: _Replaced) -> None:
@@ -87,7 +87,7 @@ def _put_back(replaced: _Replaced) -> None:
 
     One of those, undone later, would put back what this block had put there.
     """
-    active = _active()
+    active = _LOCAL.active
     begin = len(active)
     for place, one in enumerate(active):
         if one is replaced:
