@@ -247,8 +247,6 @@ class Copier:
     # ---- containers ---------------------------------------------------------------------------
 
     def _container(self, value: Any) -> Any:
-        if not value and type(value) in (dict, OrderedDict) and not own_dict(value):
-            return self._keep(value, type(value)())  # a module has ten, of hooks
         base: Any = next(base for base in _MUTABLE if isinstance(value, base))
         new = self._keep(value, base.__new__(type(value)))
         if isinstance(value, deque):
@@ -271,6 +269,10 @@ class Copier:
         for key, item in list(held.items()):
             if type(key) is str and type(item) in ATOMS:
                 copies[key] = item
+                continue
+            if type(item) in (dict, OrderedDict) and not item and not own_dict(item):
+                # A module has ten, of hooks.
+                copies[self(key)] = self.pairs.setdefault(id(item), (item, type(item)()))[1]
                 continue
             self._where.append(key if type(key) is str else "[...]")
             copies[self(key)] = self(item)

@@ -259,7 +259,7 @@ class DryRun:
             if module is last:
                 then[:] = [RandomState.now()]
 
-        recorder, copied = Recorder(watch=watch, returned=returned), self._copies().fresh()
+        recorder, copied = Recorder(watch=watch, returned=returned), self._copies().only()
         args, kwargs = arguments(copied.call, rows)
         world.restore(for_a_copy=True)
         try:

@@ -138,18 +138,25 @@ class ModelCopies:
         Args:
             change: Gives what it has in place of each parameter, buffer and input.
         """
-        copier = Copier(self._root[0], change=change)
-        model, forward, leaves, given = copier(self._root)
+        copier, first = Copier(self._root[0], change=change), self._copier.of
+        root = copier(self._root)
+        return self._made(root, copier.of, lambda value: copier.of(first(value)))
+
+    def only(self) -> ModelCopy:
+        """Return the copy that others would be made of, where there are to be none."""
+        return self._made(self._root, lambda first: first, self._copier.of)
+
+    def _made(
+        self, root: tuple[Any, ...], of: Callable[[Any], Any], of_original: Callable[[Any], Any]
+    ) -> ModelCopy:
+        model, forward, leaves, given = root
         call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
         pairs = {
-            i: (original, copier.of(first))
+            i: (original, of(first))
             for i, (original, first) in self._copier.pairs.items()
             if isinstance(original, nn.Module | Tensor)
         }
-        first = self._copier.of
-        return ModelCopy(
-            pairs, (model, forward, call), self._weights, lambda value: copier.of(first(value))
-        )
+        return ModelCopy(pairs, (model, forward, call), self._weights, of_original)
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:
