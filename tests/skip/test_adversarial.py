@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from egeria_cache import BoundaryError
 from tests.helpers.skip_harness import assert_same_run
 from tests.helpers.skip_models import BATCHES, DATA, Base, call, harness_of
 
@@ -285,6 +286,29 @@ def test_what_the_model_returns_of_its_prefix_is_cached_with_it(make):
         return make(m.finish(m.middle(h)), h, x)
 
     skipped(of(forward), call=everything)
+
+
+class Kept:
+    """What a layer of the front leaves in it is not there on a hit."""
+
+
+def keeping(m, x):
+    return m.finish(m.middle(m.early(x, kept := Kept()))), kept
+
+
+class Keeping(nn.Linear):
+    def forward(self, x, kept):
+        kept.value = super().forward(x)
+        return kept.value
+
+
+def test_what_only_a_skipped_layer_could_have_filled_raises_when_it_is_read():
+    harness = harness_of(of(keeping, early=lambda: Keeping(6, 6)))
+    for ids in (BATCHES[0], BATCHES[0]):
+        _, kept = harness.model(harness.batch(ids)["x"])
+    assert harness.host.num_loads == 1
+    with pytest.raises(BoundaryError, match="a skipped module"):
+        kept.value  # noqa: B018
 
 
 # ---- arguments that no loader vouches for -----------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
+from tests.helpers.skip_harness import assert_same_run
 from tests.helpers.skip_models import Base, call, harness_of
 
 
@@ -93,6 +96,26 @@ class Counting(nn.Module):
 def test_a_prefix_that_counts_is_refused_by_the_attributes_name(kind, name):
     (error,) = run(type("Own", (Base,), {}, early=lambda: Counting(kind))).host.refusals
     assert f"'early.{name}'" in str(error)
+
+
+DRAWS = {"that is followed": lambda: torch.rand(3), "that is not": random.random}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_what_a_layer_draws_to_no_effect_is_drawn_by_hits_too_or_it_is_not_cut(kind):
+    layer = lambda: Early(lambda h: (DRAWS[kind](), h)[1])  # noqa: E731
+    harness = harness_of(type("Own", (Base,), {}, early=layer))
+    assert_same_run(harness, call, [range(8)] * 2)
+    refused = ["draws random numbers" in str(error) for error in harness.host.refusals]
+    assert (harness.host.num_loads, refused) == (
+        (1, []) if kind == "that is followed" else (0, [True])
+    )
+
+
+def test_code_that_decides_one_call_in_twenty_by_lot_is_not_cut():
+    random.seed(1)
+    forward = lambda m, x: Base.forward(m, x if random.randrange(20) else 2 * x)  # noqa: E731
+    assert run(type("Own", (Base,), {"forward": forward}), (8,)).host.refusals
 
 
 # ---- gradient mode ----------------------------------------------------------------------------
