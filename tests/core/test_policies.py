@@ -13,6 +13,7 @@ from egeria_cache import BoundaryError
 from egeria_core import Bootstrap, ControllerConfig, Policy, StaticPolicy, sp_loss
 from egeria_core.config import guideline_interval
 from egeria_core.learning_rate import TenfoldDrop
+from egeria_core.plasticity import moving_average
 from egeria_core.policies import PlasticityPolicy, Reading, make_policy
 
 
@@ -158,6 +159,10 @@ def sp_float64(a: np.ndarray, b: np.ndarray) -> float:
     return float(((similarity(a) - similarity(b)) ** 2).sum() / len(a) ** 2)
 
 
+def test_the_moving_average_is_of_the_last_readings() -> None:
+    assert moving_average([9.0, 1.0, 3.0], 2) == 2.0
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (8, 4, 5, 5), (32, 7, 16), (5, 1)])
 def test_sp_loss_equals_a_float64_numpy_version(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
@@ -186,6 +191,8 @@ def test_a_loss_that_has_not_begun_to_fall_is_not_settled() -> None:
     answers = [stage.observe(x) for x in [1.5, 1.2, 1.1, 1.05, 1.04]]
     assert answers[-1]
     assert not answers[0]
+    stage = Bootstrap(fall=None)
+    assert not any(stage.observe(math.nan) for _ in range(9))
 
 
 def test_a_group_without_a_rate_has_no_drop() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from egeria_cache.inspect.cli import main
+from egeria_cache.store import directory_bytes, remove_generations
 from egeria_cache.store.store import ActivationStore
 from tests.helpers.stored import damage_a_record
 
@@ -123,11 +124,13 @@ def test_prune_removes_nothing_without_yes(filled, capsys):
     assert len(list(filled.glob("gen-*"))) == 2
 
 
-def test_prune_by_age_takes_only_what_was_not_used_since(filled, capsys):
+@pytest.mark.parametrize("way", ["--older-than", "--to-size"])
+def test_prune_takes_what_was_not_used_for_longest(filled, capsys, way):
     old = next(filled.glob("gen-*"))
     week_ago = time.time() - 7 * 86_400
     os.utime(old / "in-use", (week_ago, week_ago))
-    ask(capsys, filled, "prune", "--older-than", "3", "--yes")
+    most = {"--older-than": "3", "--to-size": str(directory_bytes(filled) - 1)}
+    ask(capsys, filled, "prune", way, most[way], "--yes")
     assert not old.exists()
     assert len(list(filled.glob("gen-*"))) == 1
 
@@ -138,6 +141,7 @@ def test_prune_takes_all_that_no_process_holds_and_leaves_what_is_in_use(filled,
         used = store.open_generation({"boundary": "layer1", "mode": "train"})
         _, outcome = ask_json(capsys, filled, "prune", "--unused")
         assert [one["outcome"] for one in outcome.values()] == ["would be removed"]
+        assert remove_generations(filled, [used.name]) == []  # which was in use by no one just now
         ask(capsys, filled, "prune", *way, "--yes")
         assert [path.name for path in filled.glob("gen-*")] == [used.name]
         assert used.contains([0]).all()
