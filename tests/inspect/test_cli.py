@@ -106,6 +106,17 @@ def test_a_generation_that_cannot_be_opened_exits_1(filled, capsys):
     assert ask(capsys, filled, "verify")[0] == 1
 
 
+def test_damage_of_what_the_tree_says_is_free_is_found_by_verify_whatever_the_files_time(
+    filled, capsys
+):
+    path = next(filled.glob("gen-*/data.mdb"))
+    found = path.stat()
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff\xff", found.st_size - 4096 + 12)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert ask(capsys, filled, "verify")[0] == 1
+
+
 def test_diff_shows_the_fields_that_differ(filled, capsys):
     _, report = ask_json(capsys, filled)
     names = [one["name"] for one in report["generations"]]
