@@ -173,6 +173,18 @@ MUTATIONS = {
         new="            pass\n",
         caught_by="tests/skip/test_adversarial.py",
     ),
+    "what lies beyond a boundary that moved back is kept": Mutation(
+        file="egeria_cache/skip/serve/plan.py",
+        old='        return name.startswith(self.boundary + ".") or any(',
+        new="        return False and any(",
+        caught_by="tests/cache/test_equality.py",
+    ),
+    "what the gate has stopped is served on": Mutation(
+        file="egeria_cache/cache/loader_api.py",
+        old="        if why is not None:\n            log.info(",
+        new="        if why is not None:\n            return\n            log.info(",
+        caught_by="tests/gate/test_policy.py",
+    ),
     "a new draw has the number of the old one": Mutation(
         file="egeria_cache/samples/draws.py",
         old="        return clock.since + newest\n",

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples.fingerprint import NUM_AGAIN
-from tests.helpers.runs import assert_same, run
+from tests.helpers.nets import Images, freeze, sgd, train_steps
+from tests.helpers.runs import assert_same, cached, run
 from tests.hostile.loops import one_ahead
 
 
@@ -58,6 +59,19 @@ def test_moves_while_batches_are_in_flight_change_nothing(tmp_path, moves, worke
     computed = run(tmp_path / "b", gate="never", **settings)
     assert_same(cached, computed)
     assert cached[3].hits > 0
+
+
+def test_a_boundary_that_moves_back_lets_go_of_what_lies_beyond(tmp_path):
+    with cached(tmp_path, "layer2") as (model, cache):
+        loader = EgeriaLoader(Images(16), 8, cache=cache)
+        train_steps(model, loader, sgd(model))
+        (stored,) = cache.api.views(loader.source.key)
+        freeze(model, "layer1")
+        cache.set_boundary("layer1")
+        model.train()
+        assert model.layer2[0].training
+        assert not model.layer1[1].training
+        assert not stored.alive
 
 
 class OneAhead:
