@@ -185,6 +185,18 @@ MUTATIONS = {
         new="        if why is not None:\n            return\n            log.info(",
         caught_by="tests/gate/test_policy.py",
     ),
+    "what was loaded of the old data is stored as of the new": Mutation(
+        file="egeria_cache/cache/engine_callbacks.py",
+        old="        if batch.context.is_outdated:\n            return",
+        new="        if False:\n            return",
+        caught_by="tests/hostile/test_data.py",
+    ),
+    "a replay that could not be finished is not undone": Mutation(
+        file="egeria_cache/skip/serve/replay.py",
+        old="                torch.set_rng_state(generators)\n",
+        new="",
+        caught_by="tests/skip/test_adversarial.py",
+    ),
     "a new draw has the number of the old one": Mutation(
         file="egeria_cache/samples/draws.py",
         old="        return clock.since + newest\n",

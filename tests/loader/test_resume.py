@@ -50,6 +50,7 @@ class OwnSampler(Sampler):
 def samplers():
     weights = torch.arange(1.0, NUM_SAMPLES + 1)
     return {
+        "a user's": {"sampler": OwnSampler()},
         "sequential": {},
         "shuffle": {"shuffle": True},
         "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(5)},
@@ -57,7 +58,6 @@ def samplers():
             "sampler": RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(5))
         },
         "weighted": {"sampler": WeightedRandomSampler(weights, 30)},
-        "a user's": {"sampler": OwnSampler()},
         "batch sampler": {
             "batch_size": 1,
             "batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), 4, True),
