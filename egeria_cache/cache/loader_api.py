@@ -199,7 +199,8 @@ class LoaderApi:
         if self._status.is_closed:
             self._counters.yielded_closed()
         else:
-            self._counters.yielded(batch)
+            if not self._policy.idle:  # else the model is called with batches that nobody follows
+                self._counters.yielded(batch)
             self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:

@@ -8,19 +8,13 @@ classes of the user's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import (
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
 from typing import Any
 
 import numpy as np
@@ -40,13 +34,19 @@ from egeria_cache.pystate.foreign import (
 
 _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
-_READS = ("__getattr__", "__getitem__")
+_READS = "__getattr__", "__getattribute__", "__getitem__"
 """What an object that has them runs when it is read, under whatever name."""
 _MAKES = "__new__", "__init__"
 """What is run when a class is called."""
+_RUNS = (
+    *_READS, "__call__", "__enter__", "__exit__", "__next__", "__array__", "__torch_function__",
+    "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__matmul__", "__rmatmul__",
+    *({n for kind in (int, dict) for n in dir(kind) if n.startswith("__")} - {*dir(object)}),
+)  # fmt: skip
+"""What is run when an object is used, which no name in the code says: operators, conversions."""
 _PLAIN = (
     bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor, functools.partial,
-    FunctionType, MethodType, functools._lru_cache_wrapper,
+    types.FunctionType, types.MethodType, functools._lru_cache_wrapper,
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ _PLAIN = (
 class Code:
     """Functions that a forward runs, and what they name beside them."""
 
-    functions: dict[int, FunctionType] = field(default_factory=dict)
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)
     """By id, in the order in which they were found."""
     globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """(globals of a function, name in it)."""
@@ -64,13 +64,13 @@ class Code:
     """Closure cells."""
     names: frozenset[str] = frozenset()
     """All names in it, those of attributes as well."""
-    until: Mapping[CodeType, int] = field(default_factory=dict)
+    until: Mapping[types.CodeType, int] = field(default_factory=dict)
     """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What of this decides nothing: by id of a cell or a container, or (id of globals, of a class
     or of an object, name)."""
 
-    def names_in(self, function: FunctionType) -> Names:
+    def names_in(self, function: types.FunctionType) -> Names:
         """Return the names in one of its functions, as far as that counts."""
         return names_in(function.__code__, self.until.get(function.__code__))
 
@@ -112,7 +112,7 @@ class Code:
         if isinstance(value, type):
             return {}
         own = own_attributes(value)
-        everything = any(hasattr(type(value), name) for name in _READS)
+        everything = any(in_class(type(value), name) for name in _READS)
         names = own.keys() if everything else own.keys() & self.names
         return {name: own[name] for name in sorted(names) if (id(value), name) not in self.unread}
 
@@ -120,18 +120,17 @@ class Code:
 def reached(
     modules: Iterable[nn.Module],
     functions: Iterable[Any] = (),
-    unread: Mapping[Any, Any] = MappingProxyType({}),
-    until: Mapping[CodeType, int] = MappingProxyType({}),
+    unread: Mapping[Any, Any] = types.MappingProxyType({}),
+    until: Mapping[types.CodeType, int] = types.MappingProxyType({}),
 ) -> Code:
     """Follow the forwards of these modules, and further callables (hooks)."""
     modules = list(modules)
     code, seen = Code(unread=unread, until=until), set[tuple[int, type | None]]()
-    pending: list[tuple[FunctionType, type | None]] = []
+    pending: list[tuple[types.FunctionType, type | None]] = []
     for module in modules:
-        for name in entries(module):
-            own = module.__dict__.get(name)
-            pending += ((f, type(module)) for f in _functions(own))
-            pending += ((f, type(module)) for f in _functions(getattr(type(module), name)))
+        for name in (*entries(module), "__getattr__"):
+            both = module.__dict__.get(name), getattr(type(module), name)
+            pending += ((f, type(module)) for one in both for f in _functions(one))
     for other in functions:
         pending += ((f, None) for f in _functions(other))
     while pending and len(code.functions) < _MAX_FUNCTIONS:
@@ -153,8 +152,8 @@ def reached(
 
 
 def _named(
-    function: FunctionType, owner: type | None, code: Code
-) -> Iterator[tuple[FunctionType, type | None]]:
+    function: types.FunctionType, owner: type | None, code: Code
+) -> Iterator[tuple[types.FunctionType, type | None]]:
     """Yield the functions that one names; note the plain values."""
     scope, names = function.__globals__, code.names_in(function)
     for name in names.all if owner is not None else ():
@@ -163,31 +162,25 @@ def _named(
             code.named.append((owner, name))  # type: ignore[arg-type]
         for found in _functions(value):
             yield found, owner
-    for space, name in _globals(scope, names):
+    held = dict[str, Any]()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            held |= {name: cell.cell_contents} if name in names.free else {}
+            code.cells += [cell] if name in held else []
+    for space, name in _globals(scope, held.values(), names):
         if name in space:
             code.globals.append((space, name))
             yield from _run_by(space[name], names)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if name not in names.free:
-            continue
-        code.cells.append(cell)
-        for found, kind in _run_by(value, names):
-            yield found, kind or owner
+    run = (one for value in held.values() for one in _run_by(value, names))
+    yield from ((found, kind or owner) for found, kind in run)
 
 
-def _run_by(value: Any, names: Names) -> Iterator[tuple[FunctionType, type | None]]:
+def _run_by(value: Any, names: Names) -> Iterator[tuple[types.FunctionType, type | None]]:
     """Yield the functions that some code may run of what it names."""
     if isinstance(value, nn.Module):
-        for found in _functions(type(value).forward):
-            yield found, type(value)
+        yield from ((found, type(value)) for found in _functions(type(value).forward))
     if not has_settings(value):
-        for found in _functions(value):
-            yield found, None
+        yield from ((found, None) for found in _functions(value))
         return
     kind = value if isinstance(value, type) else type(value)
     for name in _in_its_class(value, frozenset(names.all)):
@@ -199,7 +192,7 @@ def has_settings(value: Any) -> bool:
     """Whether it is an object, or a class, of the user's own that may hold settings."""
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, nn.Module | Tensor) or (
-        is_library(kind.__module__) and kind not in (SimpleNamespace, Namespace)
+        is_library(kind.__module__) and kind not in (types.SimpleNamespace, Namespace)
     ):
         return False
     return isinstance(value, type) or not (is_foreign(value) or is_value(value))
@@ -210,18 +203,27 @@ def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
     has, unless it is installed.
     """
     kind = value if isinstance(value, type) else type(value)
-    runs = _MAKES if isinstance(value, type) else (*_READS, "__call__")
-    asked = () if is_installed(kind) else sorted({*names, *runs})
-    return [name for name in asked if in_class(kind, name) is not None]
+    if is_installed(kind):
+        return []
+    asked = {*names, *_RUNS, *(_MAKES if isinstance(value, type) else ())}
+    found = ((name, in_class(kind, name)) for name in sorted(asked))
+    return [name for name, part in found if part is not None and not _is_generated(part)]
 
 
-def _globals(scope: dict[str, Any], names: Names) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where each global stands that code reads, those of modules that it names as well."""
-    for name in names.loaded:
-        value = scope.get(name)
-        if not isinstance(value, ModuleType):
-            yield scope, name
-        elif value.__name__.partition(".")[0] not in _LIBRARIES:
+def _is_generated(part: Any) -> bool:
+    """Whether it is a method that a data class has made, which names all of its fields."""
+    return isinstance(part, types.FunctionType) and part.__code__.co_filename == "<string>"
+
+
+def _globals(
+    scope: dict[str, Any], held: Iterable[Any], names: Names
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where each global stands that code reads, those of modules that it names, or holds."""
+    own = [name for name in names.loaded if not isinstance(scope.get(name), types.ModuleType)]
+    yield from ((scope, name) for name in own)
+    for value in (*map(scope.get, names.loaded), *held):
+        name = value.__name__ if isinstance(value, types.ModuleType) else "builtins"
+        if name.partition(".")[0] not in _LIBRARIES:
             yield from ((vars(value), other) for other in names.all if other in vars(value))
 
 
@@ -241,13 +243,13 @@ def bases_of(owner: type) -> list[type]:
     return list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
+def _functions(value: Any) -> Iterator[types.FunctionType]:
     """Look through what wraps a function."""
     for _ in range(8):
-        if isinstance(value, FunctionType):
+        if isinstance(value, types.FunctionType):
             yield value
             value = getattr(value, "__wrapped__", None)
-        elif isinstance(value, MethodType | staticmethod | classmethod):
+        elif isinstance(value, types.MethodType | staticmethod | classmethod):
             value = value.__func__
         elif isinstance(value, functools.partial):
             value = value.func
@@ -260,6 +262,6 @@ def _functions(value: Any) -> Iterator[FunctionType]:
             value = inner if inner is not None else vars(type(value)).get("__call__")
 
 
-def _is_library(function: FunctionType) -> bool:
+def _is_library(function: types.FunctionType) -> bool:
     package = (function.__module__ or "").partition(".")[0]
     return package in _LIBRARIES

@@ -13,21 +13,14 @@ module), may decide a sample or not: it is looked at, but a sample has the last 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
 from typing import Any
 
 import numpy as np
@@ -39,7 +32,7 @@ from torch.utils.data import Dataset
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import LIBRARIES, is_installed, kind_name
 from egeria_cache.pystate import prints as content
-from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
+from egeria_cache.pystate.bytecode import code_text, names_in, texts_in
 from egeria_cache.pystate.content import digest
 from egeria_cache.pystate.foreign import (
     ATOMS,
@@ -50,7 +43,6 @@ from egeria_cache.pystate.foreign import (
     is_pickled_otherwise,
     is_standard,
     is_training,
-    is_users,
     own_attributes,
     own_dict,
     state_of,
@@ -70,7 +62,7 @@ from egeria_cache.pystate.places import (
     Version,
     sketch_of,
 )
-from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, holds_threads
+from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, holds_threads
 
 _ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 24, sketches=True)
 _OWN = ("fingerprint", "_fingerprint")
@@ -146,7 +138,7 @@ class Portrait(Snapshot):
         """
         if type(value) not in ATOMS or isinstance(value, CODE_KINDS):
             return False
-        if isinstance(value, ModuleType):
+        if isinstance(value, types.ModuleType):
             self._note(path, f"{value.__name__} {getattr(value, '__version__', '')}")
         elif value is not None:
             self._note(path, content.plain_print(value) or _text(value))
@@ -159,7 +151,7 @@ class Portrait(Snapshot):
             self._note(path, f"as {known}" if plain is None else plain)
 
     def _is_mute(self, value: Any) -> bool:
-        if isinstance(value, LEADS):
+        if isinstance(value, (io.BytesIO, *LEADS)):
             return False
         if is_opaque(type(value)) or value is os.environ:
             return True
@@ -184,9 +176,10 @@ class Portrait(Snapshot):
             if not self._is_noted(f"{path}.fingerprint", own):
                 below.append((f"{path}.fingerprint", own))
         self._is_told = self._print(path, value)
-        if not _ends(value):
+        if not ends(value):
             below += super()._look(path, value)
-        is_within = isinstance(value, FunctionType | MethodType) or (within and not is_set)
+        is_code = isinstance(value, types.FunctionType | types.MethodType)
+        is_within = is_code or (within and not is_set)
         self._within_reach.setdefault(id(type(value)), is_within)
         if id(value) in self._made_anew:
             self._made_anew.update(id(part) for _, part in below)
@@ -235,7 +228,9 @@ class Portrait(Snapshot):
     def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if self._is_told and (self._is_thorough or len(value) > _ALL.max_items):
             return
-        self.is_whole &= len(value) <= _ALL.max_held and not isinstance(value, MappingProxyType)
+        self.is_whole &= len(value) <= _ALL.max_held and not isinstance(
+            value, types.MappingProxyType
+        )
         mapping = isinstance(value, Mapping)
         pairs = value.items() if mapping else enumerate(value)
         for key, item in islice(pairs, _ALL.max_held):
@@ -264,13 +259,13 @@ class Portrait(Snapshot):
             if is_installed(value) and not is_standard(value):
                 top = value.__module__.partition(".")[0]
                 self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, types.FunctionType):
             number, settings = _look_at_code(value.__code__)
             self._note(path, number)
             for name in settings:
                 if name in os.environ:
                     self._note(f"the environment[{name!r}]", os.environ[name])
-        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self._note(path, value.__qualname__)
         elif isinstance(value, AbstractSet):
             self._note(path, "|".join(sorted(map(_text, value))))
@@ -283,12 +278,13 @@ class Portrait(Snapshot):
         elif (found := content.plain_print(value)) is not None:
             self._note(path, found)
             return True
-        elif isinstance(value, dict | list | tuple | deque):
+        elif isinstance(value, dict | list | tuple | deque | types.MappingProxyType):
             self._note(path, f"{kind_name(type(value))} of {len(value)}")
-        elif isinstance(value, MEMORY):
-            self._array(path, np.frombuffer(memoryview(value), np.uint8))
+        elif isinstance(value, (io.BytesIO, *MEMORY)):
+            held = value.getvalue() if isinstance(value, io.BytesIO) else memoryview(value)
+            self._array(path, np.frombuffer(held, np.uint8))
         elif (
-            isinstance(value, (MethodType, *LEADS))
+            isinstance(value, (types.MethodType, *LEADS))
             or own_dict(value) is not None
             or own_attributes(value)
         ):
@@ -329,15 +325,6 @@ def _is_fixed(value: Any) -> bool:
     return type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
 
 
-def _ends(value: Any) -> bool:
-    """Whether it leads to nothing of the user's."""
-    if isinstance(value, type):
-        return not is_users(value)
-    return isinstance(value, FunctionType) and (
-        is_installed_code(value.__code__) and not value.__closure__
-    )
-
-
 def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
     for name in _OWN:
@@ -363,12 +350,12 @@ def _text(value: Any) -> str:
     return kind_name(type(value)) if " at 0x" in text else text
 
 
-_CODE: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
+_CODE: dict[int, tuple[types.CodeType, int, tuple[str, ...]]] = {}
 """Code by its identity, which keeping it here makes last: its print, and what may be variables of
 the environment."""
 
 
-def _look_at_code(code: CodeType) -> tuple[int, tuple[str, ...]]:
+def _look_at_code(code: types.CodeType) -> tuple[int, tuple[str, ...]]:
     known = _CODE.get(id(code))
     if known is None:
         settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)

@@ -6,8 +6,10 @@ dict of them; a container, an array or a generator as a copy of its content.
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
+import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
@@ -16,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from sys import intern
-from types import CellType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,7 +121,7 @@ class Attributes(Named):
 
     def put(self, where: Any, name: str, part: Any) -> None:
         """Set an attribute, and call no `__setattr__`."""
-        if isinstance(getattr(type(where), name, None), MemberDescriptorType):
+        if isinstance(getattr(type(where), name, None), types.MemberDescriptorType):
             object.__setattr__(where, name, part)
         else:
             object.__getattribute__(where, "__dict__")[name] = part
@@ -141,7 +142,7 @@ class OfClass(Named):
         return {
             name: part
             for name, part in vars(where).items()
-            if not name.startswith("__") or isinstance(part, FunctionType)
+            if not name.startswith("__") or isinstance(part, types.FunctionType)
         }
 
     def put(self, where: type, name: str, part: Any) -> None:
@@ -171,7 +172,7 @@ class Parts(Named):
 
     __slots__ = ()
 
-    def read(self, where: FunctionType) -> dict[str, Any]:
+    def read(self, where: types.FunctionType) -> dict[str, Any]:
         """Return its code, and its defaults."""
         return {name: getattr(where, name) for name in _FUNCTION_PARTS}
 
@@ -186,18 +187,18 @@ class Cell(Named):
         """Return the same for the variable as for its cell."""
         return id(self.where)
 
-    def read(self, where: CellType) -> dict[str, Any]:
+    def read(self, where: types.CellType) -> dict[str, Any]:
         """Return it, if it was assigned."""
         try:
             return {intern(self.path.rpartition(".")[2]): where.cell_contents}
         except ValueError:
             return {}
 
-    def put(self, where: CellType, name: str, part: Any) -> None:
+    def put(self, where: types.CellType, name: str, part: Any) -> None:
         """Assign it."""
         where.cell_contents = part
 
-    def drop(self, where: CellType, name: str) -> None:
+    def drop(self, where: types.CellType, name: str) -> None:
         """Have it be unassigned."""
         del where.cell_contents
 
@@ -273,11 +274,11 @@ class Sketch(Place):
             if isinstance(where, Tensor):
                 seen = tensor_print(where, 0) if where.is_inference() else where._version
                 return (seen, where.shape), []
-            if isinstance(where, (np.ndarray, *MEMORY)):
+            if isinstance(where, (np.ndarray, io.BytesIO, *MEMORY)):
                 return _here_and_there(where)
             if isinstance(where, LEADS):
                 return (), [led_to(where)]
-            if isinstance(where, dict | list | set | deque):
+            if isinstance(where, dict | list | set | deque | types.MappingProxyType):
                 return len(where), _some_items(where)
             plain, held = list[Any](), list[Any]()
             for part, again in zip(state_of(where), state_of(where), strict=True):
@@ -299,7 +300,8 @@ def _anew(part: Any) -> str:
 
 
 def _here_and_there(where: Any) -> tuple[Any, list[Any]]:
-    array = np.asarray(where if isinstance(where, np.ndarray) else np.frombuffer(where, np.uint8))
+    held = where.getvalue() if isinstance(where, io.BytesIO) else where
+    array = held if isinstance(held, np.ndarray) else np.frombuffer(held, np.uint8)
     some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]
     return (array.shape, some.tolist()) if array.dtype.hasobject else ((array.shape, some), [])
 
@@ -307,7 +309,8 @@ def _here_and_there(where: Any) -> tuple[Any, list[Any]]:
 def _some_items(where: Any) -> list[Any]:
     if isinstance(where, list):
         return list.__getitem__(where, slice(None, None, len(where) // NUM_SEEN or 1))
-    parts = (dict.keys(where), dict.values(where)) if isinstance(where, dict) else (where,)
+    kind: Any = dict if isinstance(where, dict) else types.MappingProxyType
+    parts = (kind.keys(where), kind.values(where)) if isinstance(where, kind) else (where,)
     return [item for part in parts for item in islice(part, NUM_FIRST)]
 
 
@@ -370,7 +373,7 @@ class Generator(Place):
 
     def read(self, where: Any) -> Any:
         """Return its state, as bytes."""
-        if isinstance(where, GeneratorType):
+        if isinstance(where, types.GeneratorType):
             return where
         if isinstance(where, torch.Generator):
             return where.get_state().numpy().tobytes()
@@ -388,7 +391,7 @@ class Generator(Place):
             where.setstate(pickle.loads(kept))
         elif isinstance(where, np.random.RandomState):
             where.set_state(pickle.loads(kept))
-        elif not isinstance(where, GeneratorType):
+        elif not isinstance(where, types.GeneratorType):
             getattr(where, "bit_generator", where).state = pickle.loads(kept)
 
     def seed(self, where: Any, seed: int) -> None:
@@ -397,7 +400,7 @@ class Generator(Place):
             where.manual_seed(seed)
         elif isinstance(where, random.Random | np.random.RandomState):
             where.seed(seed)
-        elif not isinstance(where, GeneratorType):
+        elif not isinstance(where, types.GeneratorType):
             bits = getattr(where, "bit_generator", where)
             bits.state = type(bits)(seed).state
 
@@ -424,15 +427,18 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
         return Elements(path, value) if is_kept else None
     if isinstance(value, MEMORY):
         return Elements(path, value) if memoryview(value).nbytes <= max_bytes else None
-    if isinstance(value, GeneratorType):
+    if isinstance(value, types.GeneratorType):
         return None if value.gi_frame is None else Generator(path, value)
     is_random = isinstance(value, (*GENERATORS, random.Random))
     return Generator(path, value) if is_random else None
 
 
+_SKETCHED = Tensor, np.ndarray, io.BytesIO, dict, list, set, deque, types.MappingProxyType
+
+
 def sketch_of(path: str, value: Any) -> Sketch | None:
     """Return what a glance sees of what `place_of` keeps nothing of, or only the length."""
-    if isinstance(value, (Tensor, np.ndarray, *MEMORY, dict, list, set, deque, *LEADS)):
+    if isinstance(value, (*_SKETCHED, *MEMORY, *LEADS)):
         return Sketch(path, value)
     is_value = isinstance(value, nn.Module | np.generic | np.dtype)
     is_seen = not is_value and is_pickled_otherwise(type(value))

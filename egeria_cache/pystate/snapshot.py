@@ -113,12 +113,16 @@ def _is_beyond_values(value: Any) -> bool:
     return isinstance(value, nn.Module) or _is_beyond_models(value)
 
 
-def _is_no_data(value: Any) -> bool:
+def ends(value: Any) -> bool:
+    """Whether it leads to nothing of the user's."""
     if isinstance(value, type):
         return not is_users(value)
-    if isinstance(value, FunctionType):
-        return is_installed_code(value.__code__) and not value.__closure__
-    if is_opaque(type(value)) or (is_training(value) and not is_frozen(value)):
+    is_function = isinstance(value, FunctionType)
+    return is_function and is_installed_code(value.__code__) and not value.__closure__
+
+
+def _is_no_data(value: Any) -> bool:
+    if ends(value) or is_opaque(type(value)) or (is_training(value) and not is_frozen(value)):
         return True
     return holds_threads(value)
 

@@ -415,8 +415,8 @@ def judge(
         assert findings, f"it is as in plain PyTorch by now: {error!r} need not be documented"
         return
     findings += _account(traces["always"], served or silent, told)
-    if silent and traces["always"].words:
-        findings.append(FalseAlarm(f"always: said {traces['always'].words}"))
+    if silent:
+        findings += [FalseAlarm(f"{w}: said {traces[w].words}") for w in ways if traces[w].words]
     if findings:
         findings.sort(key=lambda finding: SEVERITY.index(type(finding)))
         raise type(findings[0])("\n".join(map(str, findings)))

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import io
 import math
 import os
 import types
@@ -246,6 +247,7 @@ def test_a_loader_for_other_labels_of_the_same_rows(run):
 # ---- in mid-pass ------------------------------------------------------------------------------
 
 STRENGTH = contextvars.ContextVar("strength")
+TABLE = {"factor": 1.0}
 MIDWAY = {
     "list": (list, relabel),
     "transform": (list, lambda data: setattr(data, "transform", Scale(2.0))),
@@ -254,6 +256,8 @@ MIDWAY = {
     "context": (list, lambda data: STRENGTH.set(2.0)),
     "weak reference": (list, lambda data: setattr(data.kept, "factor", 2.0)),
     "bytes": (bytearray, one_label),
+    "a view of a table": (list, lambda data: TABLE.update(factor=2.0)),
+    "bytes in memory": (list, lambda data: data.text.getbuffer().__setitem__(0, ord("2"))),
 }
 
 
@@ -262,14 +266,16 @@ def strengths(held_in):
     strength, kept = types.SimpleNamespace(factor=1.0), Scale(1.0)
     STRENGTH.set(1.0)
     os.environ["HOSTILE_STRENGTH"] = "1"
-    weak = weakref.ref(kept)
+    weak, view, text = weakref.ref(kept), types.MappingProxyType(TABLE), io.BytesIO(b"1")
+    TABLE.update(factor=1.0)
     factors = [
         lambda: strength.factor, lambda: float(os.environ["HOSTILE_STRENGTH"]), STRENGTH.get,
-        lambda: weak().factor,
+        lambda: weak().factor, lambda: view["factor"], lambda: float(text.getvalue()),
     ]  # fmt: skip
     transform = lambda x: x * math.prod(factor() for factor in factors)  # noqa: E731
     y = held_in(labels().tolist())
-    return made(Pairs.__getitem__, y=y, strength=strength, kept=kept, transform=transform)
+    state = {"strength": strength, "kept": kept, "text": text, "transform": transform}
+    return made(Pairs.__getitem__, y=y, **state)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from tests.hostile.harness import hostile
+from tests.hostile.harness import cross_entropy, hostile
 from tests.hostile.loops import changed, trained
 from tests.hostile.nets import Net, Residual, layered, net, rows
 
@@ -416,6 +416,20 @@ BESIDE = {
 @hostile(over=BESIDE, served=True)
 def test_a_hook_that_does_not_concern_the_front_is_served_on(run, register):
     changed(run, register)
+
+
+@hostile(silent=True)
+def test_a_hook_that_looks_on_and_is_made_again_for_each_batch_is_the_same(run):
+    means = []
+
+    def loss(model, batch):
+        handle = model.middle.register_forward_hook(lambda m, a, out: means.append(out.mean()))
+        value = cross_entropy(model, batch)
+        handle.remove()
+        return value
+
+    trained(run, loss)
+    run.see(torch.stack(means))
 
 
 @hostile

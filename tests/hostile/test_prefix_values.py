@@ -136,6 +136,30 @@ def kept(k):
     return found
 
 
+class Used:
+    """Says what it is when it is used, and nobody names what of it is read."""
+
+    def __init__(self, k):
+        self.k = k
+
+    def __float__(self):
+        return self.k
+
+    def __iter__(self):
+        yield self.k
+
+    def __rmul__(self, x):
+        return x * self.k
+
+
+def defaulting(k):
+    return lambda *, kept=k: kept
+
+
+def put_k(at, k):
+    at.k = k
+
+
 NAMED = {
     "a library's function": found_in_a_closure(torch.exp, torch.exp2, lambda f: f(torch.ones(1))),
     "a function": found_in_a_closure(lambda: 1.0, lambda: 2.0, lambda f: f()),
@@ -157,6 +181,10 @@ NAMED = {
         lambda k: nn.Linear(2, 2).requires_grad_(False), lambda at: at.weight.sum(),
         lambda at, k: nn.init.constant_(at.weight, k),
     ),
+    "an operator": (Used, lambda at: 1.0 * at, put_k),
+    "a conversion": (Used, float, put_k),
+    "an iterator": (Used, sum, put_k),
+    "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip
 """What code of the front names, of any kind."""
 
@@ -206,6 +234,14 @@ def test_what_the_front_reads_behind_the_call_as_well_is_obeyed(run, forward):
 def test_a_number_that_the_front_reads_wherever_it_lies(run, make, read, write):
     at = make(1.0)
     changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+
+
+@hostile
+def test_a_number_of_a_module_that_a_closure_holds(run):
+    module = types.ModuleType("held")
+    module.scale = 1.0
+    front = lambda m, x: Net.front(m, x * module.scale)  # noqa: E731
+    changed(run, lambda m: setattr(module, "scale", 2.0), net(front=front))
 
 
 class Elsewhere:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Subset, TensorDataset
 
-from tests.hostile.harness import cross_entropy, hostile, sgd
+from tests.hostile.harness import cross_entropy, hostile, judge, sgd
 from tests.hostile.loops import ce, numbered, trained
 from tests.hostile.nets import ConvNet, Net, Pairs, Tokens, images, made, net, rows, sentences
 
@@ -64,6 +64,22 @@ def test_augmentation_in_an_evaluation_is_no_habit_of_the_loop(run):
                 run.record(model(x) + model(x.flip(-1)) + model(x.roll(1, -1)))
 
     run.fit(model, loader, 4, each_step=evaluate)
+
+
+def test_an_evaluation_of_a_copy_alone_is_no_call_that_is_missing(monkeypatch):
+    """Nor while the loop's own batches are computed plainly, for a proof would not pay."""
+    monkeypatch.delenv("EGERIA_POSTPONE")
+
+    def script(run):
+        def evaluate(model, epoch):
+            follower = copy.deepcopy(model)
+            with torch.no_grad():
+                for x, _ in run.loader(rows(seed=7), ours={"name": "val"}):
+                    run.see(follower(x))
+
+        trained(run, each_epoch=evaluate)
+
+    judge(script, silent=True)
 
 
 @hostile(silent=True)

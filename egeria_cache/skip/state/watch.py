@@ -52,7 +52,7 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
 )
-_SLOTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_SLOTS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
@@ -94,15 +94,15 @@ class _Layout:
         code = self._code
         for scope, key in code.globals:
             self.looks.append((f"the global {key!r}", _item(scope, key)))
-            self._look_at_named(f"the global {key!r}", scope.get(key))
+            self.look_at_named(f"the global {key!r}", scope.get(key))
         for kind, key in code.named:
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
         for cell in code.cells:
             self.looks.append(("a closure", _cell(cell)))
-            self._look_at_named("a closure", _cell(cell)())
+            self.look_at_named("a closure", _cell(cell)())
 
-    def _look_at_named(self, where: str, value: Any) -> None:
+    def look_at_named(self, where: str, value: Any) -> None:
         """Look into what some code names; of the user's own objects and classes, at what it names
         of them.
         """
@@ -202,7 +202,7 @@ class _Layout:
     def look_through(self, where: str, value: Any) -> None:
         """Lay out what a container of modules or parameters holds: nobody calls it."""
         if isinstance(value, _CONTAINERS):
-            self.live += [(where, vars(value)[slot]) for slot in _SLOTS[:3]]
+            self.live += [(where, vars(value)[slot]) for slot in _SLOTS]
             for key, child in value._modules.items():
                 self.look_through(f"{where}.{key}", child)
 
@@ -256,6 +256,7 @@ class StateWatch:
         for name, module in self._modules:
             layout.live.append((name, vars(module)))
             layout.live += ((name, vars(module)[slot]) for slot in _SLOTS)
+            layout.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in _HOOKS)
             for key, value in watched_attributes(module).items():
                 layout.look_into(f"{name}.{key}", value)
             for hook in _hooks(module):
@@ -270,6 +271,8 @@ class StateWatch:
             if vars(function):
                 layout.look_into(function.__qualname__, vars(function))
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
+            for value in _code_of(function)()[1:]:
+                layout.look_at_named(f"a default of {function.__qualname__}", value)
         for kind, key in product(self._classes, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
         layout.looks.append(("a global hook", _global_hooks))
@@ -316,12 +319,11 @@ class StateWatch:
         """Compare value by value, by content; take over what is only another object."""
         before, empty = iter(self._values), set(map(id, self._empty))
         for where, container in self._layout.live:
+            keys = list(container) if isinstance(container, dict) else None
             if id(container) in empty:
                 if container:
-                    keys = list(container) if isinstance(container, dict) else None
                     return f"{_quoted(_path(where, keys, 0))} changed"
                 continue
-            keys = list(container) if isinstance(container, dict) else None
             for i, now in enumerate(list(_values(container))):
                 then = next(before, _NOTHING)
                 if now is not then and not _same(now, then):
@@ -359,13 +361,13 @@ _THEMSELVES = (
 
 
 def _same(now: Any, then: Any) -> bool:
-    """Whether two objects hold the same. Modules, functions and hooks are themselves alone."""
+    """Whether two objects hold the same. Modules, and functions of other code, are themselves."""
     if type(now) is not type(then):
         return False
     if type(now).__module__.startswith("egeria_cache."):  # what holds a module in inference mode
         return True
     if isinstance(now, _THEMSELVES):
-        return bool(now == then)
+        return bool(now == then) or (isinstance(now, FunctionType) and _is_made_again(now, then))
     if isinstance(now, tuple):
         both = zip(now, then, strict=False)
         return len(now) == len(then) and all(a is b or _same(a, b) for a, b in both)
@@ -381,6 +383,14 @@ def _same(now: Any, then: Any) -> bool:
     return False
 
 
+def _is_made_again(now: FunctionType, then: FunctionType) -> bool:
+    """Whether one `def` or `lambda` was run twice, around the same cells and defaults."""
+    if now.__code__ is not then.__code__ or any((vars(now), vars(then), now.__kwdefaults__)):
+        return False
+    held = ((f.__globals__, *(f.__closure__ or ()), *(f.__defaults__ or ())) for f in (now, then))
+    return len({tuple(map(id, parts)) for parts in held}) == 1
+
+
 def _has_content(value: Any) -> bool:
     """Whether `describe` says more of it than its class."""
     return isinstance(
@@ -390,10 +400,7 @@ def _has_content(value: Any) -> bool:
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
-    hooks = _global_hooks()
-    for module in modules:
-        hooks += _hooks(module)
-    return hooks
+    return [*_global_hooks(), *chain.from_iterable(map(_hooks, modules))]
 
 
 def _global_hooks() -> list[Any]:
@@ -410,7 +417,7 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 def _places(module: nn.Module, layout: _Layout) -> list[Any]:
     """Return where Python and PyTorch look up a name of a module, in order."""
     own = vars(module)
-    return [own, *(own[slot] for slot in _SLOTS[:3]), *layout.spaces(type(module))]
+    return [own, *(own[slot] for slot in _SLOTS), *layout.spaces(type(module))]
 
 
 def _first(places: Sequence[Any], key: str) -> Any:
@@ -440,4 +447,6 @@ def _cell(cell: Any) -> Callable[[], Any]:
 
 
 def _code_of(function: FunctionType) -> Callable[[], Any]:
-    return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__)
+    return lambda: (
+        function.__code__, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    )  # fmt: skip
