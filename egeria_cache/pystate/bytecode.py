@@ -33,7 +33,7 @@ class Names(NamedTuple):
     free: tuple[str, ...]
     """Variables of closures that it reads."""
     all: tuple[str, ...]
-    """Those of attributes and imports as well."""
+    """Those of attributes and imports as well, and texts where code finds things by them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,11 +60,13 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
     if call is not None and _is_straight(found, call):
         found = [one for one in found if one.offset <= call]
         found = [one for i, one in enumerate(found) if not _waits(found[i:])]
+    named = [one.argval for one in found if one.opcode in dis.hasname]
+    by_text = [] if set(named).isdisjoint(_BY_TEXT) else [one.argval for one in found]
     own = Names(
         tuple(one.argval for one in found if one.opname in _LOADS),
         tuple(one.argval for one in found if one.opname in _STORES),
         tuple(one.argval for one in found if one.opname in _FREE),
-        tuple(one.argval for one in found if one.opcode in dis.hasname),
+        (*named, *(text for text in by_text if type(text) is str)),
     )
     inner = [names_in(one.argval) for one in found if isinstance(one.argval, CodeType)]
     return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))

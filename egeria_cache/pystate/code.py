@@ -12,8 +12,9 @@ import contextlib
 import functools
 import itertools
 import types
+import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +37,8 @@ _MAX_FUNCTIONS = 512
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
 _READS = "__getattr__", "__getattribute__", "__getitem__"
 """What an object that has them runs when it is read, under whatever name."""
-_MAKES = "__new__", "__init__"
-"""What is run when a class is called."""
+_MAKES = "__new__", "__init__", "forward"
+"""What is run when a class is called, or applied: a function of autograd."""
 _RUNS = (
     *_READS, "__call__", "__enter__", "__exit__", "__next__", "__array__", "__torch_function__",
     "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__matmul__", "__rmatmul__",
@@ -45,7 +46,7 @@ _RUNS = (
 )  # fmt: skip
 """What is run when an object is used, which no name in the code says: operators, conversions."""
 _PLAIN = (
-    bool, int, float, str, bytes, tuple, list, Mapping, set, np.ndarray, Tensor, functools.partial,
+    bool, int, float, Sequence, Mapping, Set, np.ndarray, Tensor, functools.partial, weakref.ref,
     types.FunctionType, types.MethodType, functools._lru_cache_wrapper,
 )  # fmt: skip
 
@@ -94,13 +95,13 @@ class Code:
     def _describe(self, value: Any) -> bytes:
         if not has_settings(value):
             return describe(value if is_value(value) or not own_attributes(value) else type(value))
-        kind = value if isinstance(value, type) else type(value)
+        kind = _kind(value)
         found = {name: in_class(kind, name) for name in self.in_class_of(value)}
         return describe((kind, found, self.held(value)))
 
     def in_class_of(self, value: Any) -> list[str]:
         """Return what it names of the class of an object, or of a class, and reads."""
-        kind = value if isinstance(value, type) else type(value)
+        kind = _kind(value)
         return [name for name in _in_its_class(value, self.names) if self.reads_of(kind, name)]
 
     def reads_of(self, kind: type, name: str) -> bool:
@@ -123,7 +124,7 @@ def reached(
     unread: Mapping[Any, Any] = types.MappingProxyType({}),
     until: Mapping[types.CodeType, int] = types.MappingProxyType({}),
 ) -> Code:
-    """Follow the forwards of these modules, and further callables (hooks)."""
+    """Follow the forwards of these modules, and what else is run: hooks, what modules hold."""
     modules = list(modules)
     code, seen = Code(unread=unread, until=until), set[tuple[int, type | None]]()
     pending: list[tuple[types.FunctionType, type | None]] = []
@@ -131,21 +132,23 @@ def reached(
         for name in (*entries(module), "__getattr__"):
             both = module.__dict__.get(name), getattr(type(module), name)
             pending += ((f, type(module)) for one in both for f in _functions(one))
-    for other in functions:
-        pending += ((f, None) for f in _functions(other))
-    while pending and len(code.functions) < _MAX_FUNCTIONS:
-        function, owner = pending.pop(0)
-        if (id(function), owner) in seen or _is_library(function):
-            continue
-        seen.add((id(function), owner))
-        code.functions.setdefault(id(function), function)
-        pending += _named(function, owner, code)
-    used = {name for one in code.functions.values() for name in code.names_in(one).all}
-    code.names = frozenset(used)
+    others, before = list(functions), None
+    while before != code.names:  # what others run of their own depends on all that is named
+        before = code.names
+        pending += (one for other in others for one in _run_by(other, code.names))
+        while pending and len(code.functions) < _MAX_FUNCTIONS:
+            function, owner = pending.pop(0)
+            if (id(function), owner) in seen or _is_library(function.__module__):
+                continue
+            seen.add((id(function), owner))
+            code.functions.setdefault(id(function), function)
+            pending += _named(function, owner, code)
+        code.names = frozenset(n for f in code.functions.values() for n in code.names_in(f).all)
     code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
-    for kind in dict.fromkeys(map(type, modules)):  # code around a module may read what it has
-        plain = (name for name in sorted(used) if is_value(in_class(kind, name)))
+    kinds = (_kind(one) for one in others if has_settings(one) and not is_installed(_kind(one)))
+    for kind in dict.fromkeys((*map(type, modules), *kinds)):  # code around it may read what it has
+        plain = (name for name in sorted(code.names) if is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
     code.named = [(kind, name) for kind, name in code.named if code.reads_of(kind, name)]
     return code
@@ -170,27 +173,27 @@ def _named(
     for space, name in _globals(scope, held.values(), names):
         if name in space:
             code.globals.append((space, name))
-            yield from _run_by(space[name], names)
-    run = (one for value in held.values() for one in _run_by(value, names))
+            yield from _run_by(space[name], frozenset(names.all))
+    run = (one for value in held.values() for one in _run_by(value, frozenset(names.all)))
     yield from ((found, kind or owner) for found, kind in run)
 
 
-def _run_by(value: Any, names: Names) -> Iterator[tuple[types.FunctionType, type | None]]:
+def _run_by(value: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionType, type | None]]:
     """Yield the functions that some code may run of what it names."""
     if isinstance(value, nn.Module):
         yield from ((found, type(value)) for found in _functions(type(value).forward))
     if not has_settings(value):
         yield from ((found, None) for found in _functions(value))
         return
-    kind = value if isinstance(value, type) else type(value)
-    for name in _in_its_class(value, frozenset(names.all)):
+    kind = _kind(value)
+    for name in _in_its_class(value, names):
         for found in _functions(in_class(kind, name)):
             yield found, kind
 
 
 def has_settings(value: Any) -> bool:
     """Whether it is an object, or a class, of the user's own that may hold settings."""
-    kind = value if isinstance(value, type) else type(value)
+    kind = _kind(value)
     if issubclass(kind, nn.Module | Tensor) or (
         is_library(kind.__module__) and kind not in (types.SimpleNamespace, Namespace)
     ):
@@ -202,7 +205,7 @@ def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
     """Return those of some names, and of what Python asks for, that an object's class, or a class,
     has, unless it is installed.
     """
-    kind = value if isinstance(value, type) else type(value)
+    kind = _kind(value)
     if is_installed(kind):
         return []
     asked = {*names, *_RUNS, *(_MAKES if isinstance(value, type) else ())}
@@ -222,14 +225,17 @@ def _globals(
     own = [name for name in names.loaded if not isinstance(scope.get(name), types.ModuleType)]
     yield from ((scope, name) for name in own)
     for value in (*map(scope.get, names.loaded), *held):
-        name = value.__name__ if isinstance(value, types.ModuleType) else "builtins"
-        if name.partition(".")[0] not in _LIBRARIES:
+        if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
             yield from ((vars(value), other) for other in names.all if other in vars(value))
 
 
 def is_value(value: Any) -> bool:
     """Whether all that it holds is looked at; of other things that are no settings, which it is."""
     return isinstance(value, _PLAIN) or outside_state(value) is not None
+
+
+def _kind(value: Any) -> type:
+    return value if isinstance(value, type) else type(value)
 
 
 def in_class(owner: type, name: str) -> Any:
@@ -262,6 +268,5 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
             value = inner if inner is not None else vars(type(value)).get("__call__")
 
 
-def _is_library(function: types.FunctionType) -> bool:
-    package = (function.__module__ or "").partition(".")[0]
-    return package in _LIBRARIES
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES

@@ -228,9 +228,7 @@ class Portrait(Snapshot):
     def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if self._is_told and (self._is_thorough or len(value) > _ALL.max_items):
             return
-        self.is_whole &= len(value) <= _ALL.max_held and not isinstance(
-            value, types.MappingProxyType
-        )
+        self.is_whole &= len(value) <= _ALL.max_held
         mapping = isinstance(value, Mapping)
         pairs = value.items() if mapping else enumerate(value)
         for key, item in islice(pairs, _ALL.max_held):

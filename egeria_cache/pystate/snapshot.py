@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+import types
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +17,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from operator import is_
 from threading import Thread, local
-from types import (
-    BuiltinMethodType,
-    FunctionType,
-    GeneratorType,
-    MappingProxyType,
-    MethodType,
-    MethodWrapperType,
-)
 from typing import Any
 
 import numpy as np
@@ -69,16 +62,16 @@ from egeria_cache.pystate.places import (
     sketch_of,
 )
 
-_METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_METHODS, ("__func__", "__self__")),
-    (FunctionType, ("__defaults__", "__kwdefaults__")),
+    (types.FunctionType, ("__defaults__", "__kwdefaults__")),
     (functools.partial, ("func", "args", "keywords")),
     (property, ("fget", "fset")),
     (staticmethod | classmethod, ("__func__",)),
 )
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
-CODE_KINDS = (FunctionType, type, property, staticmethod, classmethod)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
+CODE_KINDS = (types.FunctionType, type, property, staticmethod, classmethod)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +92,7 @@ class Reach:
 
 
 def _is_beyond_models(value: Any) -> bool:
-    if isinstance(value, FunctionType | type):
+    if isinstance(value, types.FunctionType | type):
         return is_library(value.__module__)
     if isinstance(value, functools._lru_cache_wrapper):  # it runs once for us and the user
         return True
@@ -117,7 +110,7 @@ def ends(value: Any) -> bool:
     """Whether it leads to nothing of the user's."""
     if isinstance(value, type):
         return not is_users(value)
-    is_function = isinstance(value, FunctionType)
+    is_function = isinstance(value, types.FunctionType)
     return is_function and is_installed_code(value.__code__) and not value.__closure__
 
 
@@ -212,7 +205,7 @@ class Snapshot:
     def used_up(self) -> str | None:
         """Name a generator that runs: nobody can put it back."""
         both = zip(self.places, self._kept, strict=True)
-        return next((place.path for place, kept in both if type(kept) is GeneratorType), None)
+        return next((place.path for place, kept in both if type(kept) is types.GeneratorType), None)
 
     def put_back(self, *, copies: bool = False) -> None:
         """Have them be like that again; as often as need be.
@@ -312,7 +305,7 @@ class Snapshot:
             yield path, vars(value)
 
     def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        mapping = isinstance(value, dict | MappingProxyType)
+        mapping = isinstance(value, dict | types.MappingProxyType)
         items = value.values() if mapping else value
         if len(value) > self._reach.max_items or ATOMS.issuperset(map(type, items)):
             return
@@ -326,7 +319,7 @@ class Snapshot:
             if follows:
                 yield OfClass(value.__qualname__, value)
             return
-        if isinstance(value, FunctionType):
+        if isinstance(value, types.FunctionType):
             if self._reach.sketches and not is_installed_code(value.__code__):
                 yield Parts(path, value)
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

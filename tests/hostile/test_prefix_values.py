@@ -160,6 +160,18 @@ def put_k(at, k):
     at.k = k
 
 
+class Scaling(torch.autograd.Function):
+    k = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * Scaling.k
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * Scaling.k
+
+
 NAMED = {
     "a library's function": found_in_a_closure(torch.exp, torch.exp2, lambda f: f(torch.ones(1))),
     "a function": found_in_a_closure(lambda: 1.0, lambda: 2.0, lambda f: f()),
@@ -184,6 +196,10 @@ NAMED = {
     "an operator": (Used, lambda at: 1.0 * at, put_k),
     "a conversion": (Used, float, put_k),
     "an iterator": (Used, sum, put_k),
+    "by its name": (Used, lambda at: getattr(at, "k"), put_k),  # noqa: B009
+    "a function of autograd": (
+        lambda k: put_k(Scaling, k) or Scaling, lambda at: at.apply(torch.ones(1)), put_k,
+    ),
     "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip
 """What code of the front names, of any kind."""
@@ -234,6 +250,33 @@ def test_what_the_front_reads_behind_the_call_as_well_is_obeyed(run, forward):
 def test_a_number_that_the_front_reads_wherever_it_lies(run, make, read, write):
     at = make(1.0)
     changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+
+
+class OfClass:
+    scale = 1.0
+
+
+class Asking:
+    @property
+    def scale(self):
+        return TABLE["scale"]
+
+
+HOLDS = {
+    "a class": (OfClass, lambda: setattr(OfClass, "scale", 2.0)),
+    "its class": (OfClass(), lambda: setattr(OfClass, "scale", 2.0)),
+    "in a list": ([Asking()], lambda: TABLE.update(scale=2.0)),
+}
+
+
+@hostile(over=HOLDS)
+def test_a_number_that_code_of_what_the_model_holds_decides(run, held, change):
+    read = lambda m: (m.held[0] if isinstance(m.held, list) else m.held).scale  # noqa: E731
+    front = lambda m, x: Net.front(m, x * read(m))  # noqa: E731
+    try:
+        changed(run, lambda m: change(), net(front=front, held=held))
+    finally:
+        OfClass.scale = TABLE["scale"] = 1.0
 
 
 @hostile

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Lengths
+from egeria_cache.pystate import has_settings, own_attributes
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
@@ -250,11 +251,15 @@ class ReplayPlan:
 
 
 def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the functions that stand in an attribute, or in containers there."""
-    if isinstance(value, FunctionType | MethodType | partial):
+    """Yield the functions that stand in an attribute, or in containers there, and the user's own
+    objects and classes, which have methods.
+    """
+    is_own = has_settings(value)
+    if is_own or isinstance(value, FunctionType | MethodType | partial):
         yield value
-    elif depth and isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
-        for one in value.values() if isinstance(value, dict) else value:
+    held = own_attributes(value) if is_own and not isinstance(value, type) else value
+    if depth and isinstance(held, list | tuple | dict) and len(held) <= _MAX_HELD:
+        for one in held.values() if isinstance(held, dict) else held:
             yield from _functions_in(one, depth - 1)
 
 
