@@ -68,9 +68,9 @@ _OUTSIDE = frozenset(
 """Python modules whose objects lead out of the process, or are shared with others."""
 _LIBRARIES = sys.stdlib_module_names | {
     "accelerate", "bitsandbytes", "deepspeed", "diffusers", "egeria_cache", "egeria_core", "einops",
-    "huggingface_hub", "lightning", "lightning_fabric", "numpy", "peft", "pytorch_lightning",
-    "scipy", "sklearn", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics", "torchvision",
-    "transformers",
+    "huggingface_hub", "lightning", "lightning_fabric", "matplotlib", "numpy", "pandas", "peft",
+    "polars", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "timm", "tokenizers", "torch",
+    "torchaudio", "torchmetrics", "torchvision", "transformers",
 }  # fmt: skip
 _OPAQUE = tuple(f"{name}." for name in (
     "egeria_cache", "egeria_core", "threading", "_thread", "weakref", "asyncio", "queue",

@@ -257,7 +257,7 @@ def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
     is_own = has_settings(value)
     if is_own or isinstance(value, FunctionType | MethodType | partial):
         yield value
-    held = own_attributes(value) if is_own and not isinstance(value, type) else value
+    held = own_attributes(value) if is_own else value
     if depth and isinstance(held, list | tuple | dict) and len(held) <= _MAX_HELD:
         for one in held.values() if isinstance(held, dict) else held:
             yield from _functions_in(one, depth - 1)
