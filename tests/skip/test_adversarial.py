@@ -168,10 +168,13 @@ TRAINED = {
     "side": (side_into_the_prefix, SIDE, "side"),
     "side, unseen": (lambda m, x: side_into_the_prefix(m, x, False), SIDE, "side"),
     "an index": (chosen_by_a_token, EVEN, "token"),
-}
+    "a number": (
+        lambda m, x: m.finish(m.middle(m.early(x) * m.token.sum().item())), token(), "token"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("forward", "parts", "name"), TRAINED.values(), ids=TRAINED)
 def test_a_trained_tensor_in_the_prefix_is_named(forward, parts, name):
     refused(of(forward, **parts), name, "trainable")
@@ -325,6 +328,36 @@ def test_a_replay_that_cannot_be_finished_leaves_no_trace():
     assert_same_run(harness, call, BATCHES[:1], plain=twin, exact=False)
     assert (harness.host.num_loads, len(harness.host.refusals)) == (2, 1)
     torch.testing.assert_close(harness.model.norm.running_mean, twin.norm.running_mean)
+
+
+def moved_by_the_head(m, x):
+    out = m.finish(plain(m, x))
+    with torch.no_grad():
+        m.early.weight.mul_(0.99)
+    return out
+
+
+def test_a_weight_of_the_front_that_the_head_moves_is_named():
+    refused(of(moved_by_the_head), "writes to the parameter 'early.weight'")
+
+
+def test_rows_of_a_training_that_the_front_asks_for_are_none_of_an_evaluation():
+    harness = harness_of(of(lambda m, x: m.finish(plain(m, x * (1 + m.training)))))
+    for mode in (True, False):
+        harness.model.train(mode)
+        assert_same_run(harness, call, [BATCHES[0]] * 2)
+    assert harness.host.num_loads == 2
+
+
+SCALES = {}
+
+
+def test_a_model_that_is_another_than_its_copies_is_refused():
+    harness = harness_of(of(lambda m, x: m.finish(plain(m, x * SCALES.get(id(m), 1.0)))))
+    SCALES[id(harness.model)] = 2.0
+    call(harness.model, harness.batch(BATCHES[0]))
+    (error,) = harness.host.refusals
+    assert "other results than a copy" in str(error)
 
 
 # ---- arguments that no loader vouches for -----------------------------------------------------
