@@ -75,6 +75,9 @@ def test_augmentation_depends_on_sample_and_epoch_alone():
     assert not torch.equal(serial[0], serial[1])
     for workers in (1, 2):
         assert all(map(torch.equal, serial, epoch_of(workers, 2)))
+    late = EgeriaLoader(Augmented(), 6, seed=5)
+    late._outer_epoch = lambda: 1  # a trainer counts epochs, too, and has resumed in the second
+    assert torch.equal(torch.cat([x for x, _ in late]), serial[1])
     torch.manual_seed(0)
     shuffled = epoch_of(2, 1, shuffle=True)[0]
     order = shuffled[:, 0].argsort()

@@ -205,6 +205,7 @@ def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, cod
     with ActivationStore(tmp_path / "cache", codec=codec) as store:
         store.contains([0])
         assert store.flush(DEADLINE_S)
+        assert store.stats().num_samples == 199
         found, hit = store.get_batch(range(200))
         assert hit.tolist() == [one != 7 for one in range(200)]
         rightly = torch.from_numpy(hit)
