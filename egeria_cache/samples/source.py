@@ -413,6 +413,8 @@ class LoaderSource:
     def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
         """Say what makes a leaf come out differently, and what to do."""
         leaf = f"leaf {path or 'of the batch'!r} of a sample"
+        if path not in batch.context.constants and batch.rows_of(path, None) is None:
+            return f"the loop writes to leaf {path!r} before the model is run"
         if again is None:
             return (
                 f"its batches hold an item per sample in a list, at {path!r}; stack samples in the "

@@ -73,10 +73,7 @@ class PlasticityPolicy(Remembered):
             or self.frozen >= reading.num_layers - 1
         ):
             return self.frozen
-        if self._is_stale(reading.value):
-            self._stale += 1
-        else:
-            self._stale = 0
+        self._stale = self._stale + 1 if self._is_stale(reading.value) else 0
         if self._stale >= self.window:
             self.reason = f"{self._stale} readings in a row with a slope below {self.threshold:.3g}"
             self.frozen += 1

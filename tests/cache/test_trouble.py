@@ -20,7 +20,7 @@ from egeria_cache import (
 from egeria_cache.store.disk.claims import in_use_elsewhere
 from egeria_core import ControllerConfig, FreezeController
 from tests.helpers.nets import Images, frozen_net, make_net, sgd, train_steps
-from tests.helpers.runs import assert_same, kill_writer, run
+from tests.helpers.runs import assert_same, cached, kill_writer, run
 
 
 @pytest.fixture
@@ -184,3 +184,17 @@ def test_a_failed_construction_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(BoundaryError):
         ActivationCache(model, tmp_path, boundary="nothing")
     assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("num_stored", [0, 8])
+def test_large_labels_that_the_loop_writes_to_are_not_stored_and_that_is_told(
+    tmp_path, monkeypatch, num_stored
+):
+    monkeypatch.setattr("egeria_cache.batch.batch.SMALL_BYTES", 0)
+    with cached(tmp_path) as (model, cache):
+        for number, (images, targets) in enumerate(EgeriaLoader(Images(16), 8, cache=cache)):
+            targets.clamp_(max=1 if number or not num_stored else 9)
+            model(images)
+        cache.flush()
+        assert cache.stats().num_samples == num_stored
+        assert cache.stats().why_not == "the loop writes to leaf '[1]' before the model is run"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.hostile.harness import cross_entropy, hostile, judge
-from tests.hostile.loops import ce, trained
+from tests.hostile.loops import trained
 from tests.hostile.nets import Net, made, net, rows, seeded
 
 
@@ -119,8 +119,3 @@ def test_batches_without_rows_are_told_as_such(run, options, loss):
 @hostile
 def test_what_changes_at_every_step_is_told(run):
     trained(run, each_step=lambda model, step: model.early.weight.data.mul_(0.99), epochs=4)
-
-
-@hostile(told="writes to leaf '[1]'")
-def test_labels_that_the_loop_writes_to_before_the_model_is_called_are_told(run):
-    trained(run, lambda m, b: ce(m, b[0], b[1].clamp_(max=1)))
