@@ -82,6 +82,9 @@ def test_a_move_that_cannot_pay_is_not_made_and_the_history_says_so() -> None:
     assert record["saving_steps"] < record["cost_steps"] == 3.0
     assert record["left_steps"] == 2
     assert controller.num_frozen == 2
+    resumed = run(Wishes({}), steps=0)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed._front == 3
 
 
 def test_a_deeper_move_may_pay_where_a_shallow_one_does_not() -> None:

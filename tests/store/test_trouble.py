@@ -789,6 +789,17 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
         assert store.stats().bytes_on_disk <= 2_000_000
 
 
+def test_what_was_not_used_for_longest_makes_room_first(directory):
+    with ActivationStore(directory) as store:
+        for number in range(3):
+            keep(store, [0], torch.zeros(1, 9), into=store.open_generation({"number": number}))
+    paths = generation_directories(directory)
+    for age, path in enumerate(reversed(paths)):
+        os.utime(path / "in-use", (age, age))
+    Budget(directory, directory_bytes(directory) - 1).make_room(0)
+    assert generation_directories(directory) == paths[:2]
+
+
 @pytest.mark.parametrize("limit", [1, 20_000, 95_232, 200_000, 300_000, 600_000])
 def test_a_limit_however_small_is_never_exceeded(tmp_path, limit):
     with ActivationStore(tmp_path, limit=limit, codec="raw") as store:

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.record import Rows
+from egeria_cache.store.records.record import Rows, encode_rows
 from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.writer import Job
 from tests.store.conftest import counted, keep, random_rows
@@ -168,6 +170,10 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         assert "records here hold (" in caplog.text
         assert "it holds (y: float32 [3])" in caplog.text
         assert store.stats().dropped_writes == 1
+        meanwhile = Rows(False, {"y": torch.ones(1, 3)})  # another process has stored some
+        encoded = encode_rows(encode_keys([50]), [0], meanwhile, Codec.RAW, Coder())
+        with pytest.raises(ValueError, match="another layout"):
+            store._own().take(encoded, 0, None, LossyError())
         for _ in range(2):
             found, hit = store.get_batch([0, 50, 2])
             assert hit.tolist() == [True, False, True]
