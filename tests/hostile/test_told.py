@@ -29,7 +29,7 @@ def test_a_loop_without_our_loader_is_told(run, batches):
     run.fit(run.freeze(Net()), batches(run), 3)
 
 
-@hostile
+@hostile(told="not the same when it is loaded again under the same seed")
 def test_a_data_set_that_differs_every_time_is_told(run):
     """Its own generator goes on from sample to sample: nothing seeds it."""
     generator = seeded(3)

@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from egeria_cache.batch.seeds import sample_seed
 from egeria_cache.loader.loader import EgeriaLoader
+from egeria_cache.loader.plan import best_entry
 from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
+from egeria_cache.store.disk.files import ENTRY
+from egeria_cache.store.generation import Located
 
 
 class Augmented(Dataset):
@@ -214,3 +218,10 @@ def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
         tracemalloc.stop()
     assert distinct == len(sampler) == 100_000
     assert peak_bytes < 100e6
+
+
+def test_where_several_cuts_serve_as_much_the_deepest_does():
+    deep, shallow = (SimpleNamespace(cut=name) for name in ("layer2", "layer1"))
+    located = Located([b"key"], np.ones(1, ENTRY))
+    chosen = best_entry([(deep, located), (shallow, located)], 0, 1, 0, [1], np.zeros(1, np.int64))
+    assert chosen.view is deep
