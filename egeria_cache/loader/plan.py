@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -320,8 +320,9 @@ class Planner:
         What other processes have stored by now is found: ranks that share a directory find in one
         epoch what any of them has stored in the one before.
         """
-        batches = [] if self._is_exhausted else [*map(list, islice(self._index_batches, count))]
-        self._is_exhausted = len(batches) < count
+        batches = list[list[Any]]()
+        while len(batches) < count and (indices := self._next_indices()) is not None:
+            batches.append(list(indices))
         if not batches:
             return False
         plans = list[Plan]()
