@@ -75,6 +75,23 @@ def test_a_reopened_generation_is_compared_with_the_first_batch(tmp_path, frozen
     assert "is not what an earlier run stored" in caplog.text
 
 
+@pytest.mark.parametrize("other", ["weights", "draws"])
+def test_what_is_of_another_address_is_not_even_compared(tmp_path, caplog, other):
+    found = []
+    for seed in (0, 1, 0):
+        model = make_net(seed if other == "weights" else 0).eval()
+        freeze(model, "layer1")
+        with ActivationCache(model, tmp_path, "layer1", gate="always", audit_rate=0) as cache:
+            data, seed = Images(noise=0.3 * (other == "draws")), seed * (other == "draws")
+            for images, _ in EgeriaLoader(data, 8, cache=cache, seed=seed):
+                model(images)
+            cache.flush()
+            found.append(cache.stats().hits)
+    assert found[:2] == [0, 0]
+    assert 0 < found[2] < 48  # not its first batch: that is compared with what an earlier run left
+    assert "earlier run stored" not in caplog.text
+
+
 def test_passes_that_share_persistent_workers_give_each_sample_its_own_rows(tmp_path, frozen):
     data = numbered(1)
     with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
