@@ -203,11 +203,10 @@ def _absent(
     tensor: AbsentTensor = Tensor._make_wrapper_subclass(
         AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
     )
-    tensor.batch, tensor.leaf, tensor.raw, tensor.chain = batch, leaf, raw, chain
-    tensor._meta, tensor._misses, tensor._full = meta, misses, None
-    tensor._alias, tensor._is_shared = None, False
-    if misses is not None:
-        tensor._vouched = Vouched(misses)
+    vars(tensor).update(
+        batch=batch, leaf=leaf, raw=raw, chain=chain, _meta=meta, _misses=misses, _full=None,
+        _alias=None, _is_shared=False, _vouched=None if misses is None else Vouched(misses),
+    )  # fmt: skip
     return tensor
 
 

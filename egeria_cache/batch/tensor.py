@@ -164,6 +164,12 @@ class BatchTensor(Tensor):
         self.__dict__.clear()
         self.__class__ = Tensor  # type: ignore[assignment]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Be an ordinary tensor from now on, if it is none of ours: the model may read it."""
+        if name not in vars(self) and not hasattr(type(self), name):
+            self._become_plain()
+        object.__setattr__(self, name, value)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -301,8 +307,8 @@ def loaded_tensor(
     """Tag data; `known` vouches for what may be the same memory."""
     vouched = None if known is None else known.carry_over(data)
     tensor = data.as_subclass(BatchTensor)
-    tensor.batch, tensor.leaf, tensor.raw, tensor.chain = batch, leaf, raw, chain
-    tensor._vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
+    vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
+    vars(tensor).update(batch=batch, leaf=leaf, raw=raw, chain=chain, _vouched=vouched)
     return tensor
 
 

@@ -167,6 +167,15 @@ def test_whatever_a_loop_does_to_its_batches_is_right(run, loss):
     trained(run, numbered(loss), epochs=4)
 
 
+@hostile
+def test_what_the_loop_hangs_on_a_tensor_reaches_the_model(run):
+    def loss(model, x, y, step):
+        x.factor = 1.0 + step // 3
+        return ce(model, x, y)
+
+    trained(run, numbered(loss), model=net(front=lambda m, x: m.middle(m.early(x) * x.factor)))
+
+
 MEAN, STD = torch.linspace(-0.5, 0.5, 6), torch.linspace(0.5, 1.5, 6)
 
 
