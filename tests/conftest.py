@@ -9,13 +9,16 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from egeria_cache.attempt import is_ours
 from egeria_cache.errors import EgeriaError
 
 # One thread for each process, and for those that it starts: the tests are many and small, and
-# threads that wait for each other on a busy machine make them ten times slower.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# threads that wait for each other on a busy machine make them ten times slower. A child that is
+# forked would wait for ever for those of its parent, whatever the shell says of their number.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # Tests train for a few batches, and are to see them served all the same.
 os.environ.setdefault("EGERIA_POSTPONE", "0")
