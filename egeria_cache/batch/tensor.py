@@ -165,7 +165,7 @@ class BatchTensor(Tensor):
         self.__class__ = Tensor  # type: ignore[assignment]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Be an ordinary tensor from now on, if it is none of ours: the model may read it."""
+        """Set an attribute; the loop's own makes this an ordinary tensor: a model may read it."""
         if name not in vars(self) and not hasattr(type(self), name):
             self._become_plain()
         object.__setattr__(self, name, value)

@@ -150,7 +150,7 @@ class Fingerprint:
             what = self._changed(midway)
         now = time.perf_counter()
         self._free_s -= now - started
-        self.next_look = 0.0 if self._free_s > 0 else _next_after(started)
+        self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
@@ -161,7 +161,7 @@ class Fingerprint:
             self._glance = quick = Portrait(self._roots, thorough=False)
         started = time.perf_counter()
         sees_all = midway and quick.is_whole
-        is_due = not sees_all and (self._free_s > 0 or started >= self._next_full)
+        is_due = not sees_all and started >= self._next_full
         if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
         full, left_out = Portrait(self._roots), self._left_out
@@ -177,8 +177,13 @@ class Fingerprint:
             self._asked.update(moved)
         elif not midway:
             what = self._other_samples()
-        self._next_full = _next_after(started)
+        self._next_full = self._next_after(started)
         return what
+
+    def _next_after(self, started: float) -> float:
+        """Return when all may be read again that was read since then."""
+        now = time.perf_counter()
+        return 0.0 if self._free_s > now - started else now + (now - started) / MAX_SHARE
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -245,7 +250,7 @@ class Fingerprint:
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
-        self._next_full = _next_after(started)
+        self._next_full = self._next_after(started)
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
         return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
@@ -257,12 +262,6 @@ class Fingerprint:
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
-
-
-def _next_after(started: float) -> float:
-    """Return when something may be done again that was done since then."""
-    now = time.perf_counter()
-    return now + (now - started) / MAX_SHARE
 
 
 def sample_print(sample: Any) -> int | None:
