@@ -10,7 +10,15 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 """
 
 from egeria_cache.pystate.bytecode import attributes_of, names_in
-from egeria_cache.pystate.code import Code, bases_of, has_settings, in_class, is_value, reached
+from egeria_cache.pystate.code import (
+    Code,
+    bases_of,
+    found_in,
+    has_settings,
+    in_class,
+    is_value,
+    reached,
+)
 from egeria_cache.pystate.content import Content, describe, digest, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
 from egeria_cache.pystate.foreign import (
@@ -34,7 +42,6 @@ from egeria_cache.pystate.snapshot import (
     CODE,
     DATA,
     MODELS,
-    VALUES,
     Moved,
     Reach,
     Snapshot,
@@ -46,7 +53,6 @@ __all__ = [
     "LEADS",
     "MODELS",
     "PLAIN",
-    "VALUES",
     "Code",
     "Content",
     "Copier",
@@ -64,6 +70,7 @@ __all__ = [
     "describe",
     "digest",
     "entries",
+    "found_in",
     "has_settings",
     "in_class",
     "is_below",

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor, nn
 
@@ -34,6 +35,8 @@ from egeria_cache.pystate.foreign import (
 )
 
 _MAX_FUNCTIONS = 512
+_MAX_HELD, _MAX_DEPTH = 256, 4
+"""Items of a container that is searched for functions, and how deep."""
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
 _READS = "__getattr__", "__getattribute__", "__getitem__"
 """What an object that has them runs when it is read, under whatever name."""
@@ -49,6 +52,8 @@ _PLAIN = (
     bool, int, float, Sequence, Mapping, Set, np.ndarray, Tensor, functools.partial, weakref.ref,
     types.FunctionType, types.MethodType, functools._lru_cache_wrapper,
 )  # fmt: skip
+Entry = tuple[types.FunctionType, type | None]
+"""A function, and the class in which it finds names."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,10 @@ class Code:
     """Closure cells."""
     names: frozenset[str] = frozenset()
     """All names in it, those of attributes as well."""
+    inside: frozenset[int] = frozenset()
+    """Ids of the model's modules."""
+    others: dict[int, nn.Module] = field(default_factory=dict)
+    """By id, modules that are none of these, and that it may run; none that train."""
     until: Mapping[types.CodeType, int] = field(default_factory=dict)
     """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
@@ -108,6 +117,32 @@ class Code:
         """Whether it reads what a class has under a name."""
         return not any((id(base), name) in self.unread for base in bases_of(kind))
 
+    def run_by(self, value: Any, names: frozenset[str] | None = None) -> Iterator[Entry]:
+        """Yield the functions that code with some names, or all of it, may run of what it finds;
+        note the modules.
+        """
+        for one in found_in(value):
+            if isinstance(one, nn.Module):
+                yield from self._run_by_module(one)
+            elif not has_settings(one):
+                yield from ((found, None) for found in _functions(one))
+            else:
+                kind = _kind(one)
+                for name in _in_its_class(one, self.names if names is None else names):
+                    yield from ((found, kind) for found in _functions(in_class(kind, name)))
+
+    def _run_by_module(self, module: nn.Module) -> Iterator[Entry]:
+        parts = list(module.modules())
+        if any(id(part) in self.inside for part in parts):  # it is of the model, or around it
+            return
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        for part in parts:
+            flags = [parameter.requires_grad for parameter in part.parameters()]
+            if any(flags) or (trains and not flags) or isinstance(part, torch.jit.ScriptModule):
+                continue
+            self.others[id(part)] = part
+            yield from _entered(part)
+
     def held(self, value: Any) -> dict[str, Any]:
         """Return what it reads of an object; all, if the object has code of its own for that."""
         if isinstance(value, type):
@@ -126,16 +161,13 @@ def reached(
 ) -> Code:
     """Follow the forwards of these modules, and what else is run: hooks, what modules hold."""
     modules = list(modules)
-    code, seen = Code(unread=unread, until=until), set[tuple[int, type | None]]()
-    pending: list[tuple[types.FunctionType, type | None]] = []
-    for module in modules:
-        for name in (*entries(module), "__getattr__"):
-            both = module.__dict__.get(name), getattr(type(module), name)
-            pending += ((f, type(module)) for one in both for f in _functions(one))
+    inside = frozenset(id(one) for module in modules for one in module.modules())
+    code, seen = Code(unread=unread, until=until, inside=inside), set[tuple[int, type | None]]()
+    pending = [entered for module in modules for entered in _entered(module)]
     others, before = list(functions), None
     while before != code.names:  # what others run of their own depends on all that is named
         before = code.names
-        pending += (one for other in others for one in _run_by(other, code.names))
+        pending += (one for other in others for one in code.run_by(other))
         while pending and len(code.functions) < _MAX_FUNCTIONS:
             function, owner = pending.pop(0)
             if (id(function), owner) in seen or _is_library(function.__module__):
@@ -146,7 +178,8 @@ def reached(
         code.names = frozenset(n for f in code.functions.values() for n in code.names_in(f).all)
     code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
-    kinds = (_kind(one) for one in others if has_settings(one) and not is_installed(_kind(one)))
+    held = (one for other in others for one in found_in(other) if has_settings(one))
+    kinds = (_kind(one) for one in held if not is_installed(_kind(one)))
     for kind in dict.fromkeys((*map(type, modules), *kinds)):  # code around it may read what it has
         plain = (name for name in sorted(code.names) if is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
@@ -154,9 +187,7 @@ def reached(
     return code
 
 
-def _named(
-    function: types.FunctionType, owner: type | None, code: Code
-) -> Iterator[tuple[types.FunctionType, type | None]]:
+def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iterator[Entry]:
     """Yield the functions that one names; note the plain values."""
     scope, names = function.__globals__, code.names_in(function)
     for name in names.all if owner is not None else ():
@@ -173,22 +204,27 @@ def _named(
     for space, name in _globals(scope, held.values(), names):
         if name in space:
             code.globals.append((space, name))
-            yield from _run_by(space[name], frozenset(names.all))
-    run = (one for value in held.values() for one in _run_by(value, frozenset(names.all)))
+            yield from code.run_by(space[name], frozenset(names.all))
+    run = (one for value in held.values() for one in code.run_by(value, frozenset(names.all)))
     yield from ((found, kind or owner) for found, kind in run)
 
 
-def _run_by(value: Any, names: frozenset[str]) -> Iterator[tuple[types.FunctionType, type | None]]:
-    """Yield the functions that some code may run of what it names."""
-    if isinstance(value, nn.Module):
-        yield from ((found, type(value)) for found in _functions(type(value).forward))
-    if not has_settings(value):
-        yield from ((found, None) for found in _functions(value))
-        return
-    kind = _kind(value)
-    for name in _in_its_class(value, names):
-        for found in _functions(in_class(kind, name)):
-            yield found, kind
+def _entered(module: nn.Module) -> Iterator[Entry]:
+    """Yield the functions by which a module is entered."""
+    for name in (*entries(module), "__getattr__"):
+        both = module.__dict__.get(name), getattr(type(module), name)
+        yield from ((found, type(module)) for one in both for found in _functions(one))
+
+
+def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Yield a value, and what its containers and the user's own objects in it hold."""
+    yield value
+    if isinstance(value, functools.partial):
+        value = [value.func, *value.args, *value.keywords.values()]
+    held = own_attributes(value) if has_settings(value) else value
+    if depth and isinstance(held, list | tuple | dict) and len(held) <= _MAX_HELD:
+        for one in list(held.values() if isinstance(held, dict) else held):
+            yield from found_in(one, depth - 1)
 
 
 def has_settings(value: Any) -> bool:

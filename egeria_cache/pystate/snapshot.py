@@ -12,7 +12,7 @@ import pickle
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from operator import is_
@@ -134,10 +134,8 @@ def _is_beyond_data(value: Any) -> bool:
 
 MODELS = Reach(_is_beyond_models, follows_code=False)
 """All that the code of a model may touch."""
-VALUES = Reach(_is_beyond_values, follows_code=False)
-"""The same, but for modules."""
 CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
-"""The same, and the code that finds it."""
+"""The same, but for modules, and the code that finds it."""
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""
 
@@ -149,6 +147,7 @@ class Snapshot:
         roots: (name, object): where to begin.
         places: Further things that may change, with all that they hold.
         reach: How far to look.
+        apart: Ids of modules of whose own state others see to what it moves.
     """
 
     def __init__(
@@ -156,8 +155,9 @@ class Snapshot:
         roots: Iterable[tuple[str, Any]] = (),
         places: Iterable[Place] = (),
         reach: Reach = MODELS,
+        apart: Container[int] = (),
     ) -> None:
-        self._reach = reach
+        self._reach, self.apart = reach, apart
         self._left = reach.max_bytes
         self.places: list[Place] = []
         self._kept: list[Any] = []
@@ -254,8 +254,8 @@ class Snapshot:
         """
         found = []
         for place, before in zip(self.places, self._kept, strict=True):
-            if isinstance(place.where, nn.Module):
-                continue  # the copies of a model's own are looked at apart
+            if id(place.where) in self.apart:
+                continue
             after = place.read(of(place.where))
             parts = [Moved(place, None, before, after, True)]
             if isinstance(after, dict):

@@ -893,11 +893,11 @@ class SkipEngine:
 
     @uncollected()
     def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
-        tensors, skipped = prefix_tensors(plan), plan.skipped_modules()
-        around = plan.around()
-        modules = [*plan.ancestors, *(module for _, module in skipped)]
-        functions = [*hooks_of(modules), *plan.stored_functions()]
+        modules = [*plan.ancestors, *(module for _, module in plan.skipped_modules())]
+        functions = [*hooks_of(modules), *plan.stored()]
         code = reached(modules, functions, plan.unread, plan.until)
+        plan.beside = code.others
+        tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
         plan.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}

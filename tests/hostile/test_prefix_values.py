@@ -205,6 +205,49 @@ NAMED = {
 """What code of the front names, of any kind."""
 
 
+class Unit(nn.Dropout):
+    k = 1.0
+    kept = None
+
+    def forward(self, x):
+        self.kept = x.new_ones(()) if self.kept is None else self.kept
+        return x * self.kept * (self.k if self.training else 2.0)
+
+
+GIVEN = [None]
+HOLDING = {
+    "a list": lambda m: m.held[0],
+    "an object": lambda m: m.held[1].scale,
+    "a global": lambda m: GIVEN[0],
+}
+OF_A_UNIT = {
+    "a setting": lambda unit: setattr(unit, "k", 3.0),
+    "its mode": nn.Module.eval,
+    "a hook": lambda unit: unit.register_forward_hook(lambda m, given, out: 2 * out),
+    "a class": lambda unit: setattr(unit, "__class__", nn.Tanh),
+}
+
+
+def with_a_unit(find):
+    GIVEN[0] = unit = Unit()
+    return net(front=lambda m, x: Net.front(m, find(m)(x)), held=[unit, Config(unit)])
+
+
+@hostile(over={f"{k} in {h}": (OF_A_UNIT[k], HOLDING[h]) for k in OF_A_UNIT for h in HOLDING})
+def test_whatever_changes_of_a_module_that_is_no_child_is_obeyed(run, change, find):
+    model = with_a_unit(find)
+    changed(run, lambda m: change(find(m)), model)
+
+
+@hostile(over=HOLDING, silent=True)
+def test_a_module_that_is_no_child_may_count_and_keep_what_it_works_out(run, find):
+    model = with_a_unit(find)
+    counted = lambda unit, given: setattr(unit, "calls", getattr(unit, "calls", 0) + 1)  # noqa: E731
+    find(model).register_forward_pre_hook(counted)
+    trained(run, model=model, epochs=4)
+    run.see(find(model).calls)
+
+
 BEHIND = {
     "called behind": lambda m, x: m.back(m.front(x)) * TABLE["scale"],
     "called around it": lambda m, x: m.late_scale(m.front(x)),

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.pystate import RandomState, describe
+from egeria_cache.pystate import Moved, RandomState, describe
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.independence import (
     check_constants,
@@ -303,15 +303,23 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
     def later(ahead: int | None = None) -> Recomputed:
         return recompute(traced, few, copied=copied, ahead=ahead)
 
-    now, _ = later(), later(0)
-    again = {one.mark: one for one in traced.before.outside.moved_whole(copied.copy_of)}
-    for one in traced.counted:
-        if not one.is_replayed and one.mark in again and again[one.mark].is_past(one):
+    def moved() -> dict[Any, Moved]:
+        return {one.mark: one for one in traced.before.outside.moved_whole(copied.copy_of)}
+
+    now, first = later(), moved()
+    ahead, again = [later(0)], moved()
+    known = traced.counted
+    past = {one.mark for one in known if one.mark in again and again[one.mark].is_past(one)}
+    for one in known:
+        if not one.is_replayed and one.mark in past:
             raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
-    traced.counted = [one for one in traced.counted if one.is_replayed]
-    for ahead in (0, *_AHEAD) if traced.counted else ():
-        if not same_parts(plan, now, later(ahead)):
-            raise BoundaryError.decides_later(plan.boundary, traced.counted[0].name)
+    # What its first run works out, and no other one moves, is no count.
+    traced.counted = [
+        one for one in known if one.is_replayed and (one.mark in past or one.mark not in first)
+    ]
+    ahead += map(later, _AHEAD if traced.counted else ())
+    if not all(same_parts(plan, now, one) for one in ahead):
+        raise BoundaryError.decides_later(plan.boundary, known[0].name)
     unread = {one.mark: one.where for one in traced.counted}
     for one in traced.counted:
         if isinstance(one.where, dict) and all((id(one.where), k) in unread for k in one.where):
@@ -334,7 +342,7 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     moved += [
         one.name
         for one in outside.moved(once, outside.now(copied.copy_of))
-        if id(one.where) not in counted and not isinstance(one.where, nn.Module)
+        if id(one.where) not in counted and id(one.where) not in outside.apart
     ]
     moved += [
         one.name

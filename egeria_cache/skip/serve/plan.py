@@ -8,18 +8,16 @@ length where not. What cannot be told for certain is computed plainly, and told 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from egeria_cache.batch import Lengths
-from egeria_cache.pystate import has_settings, own_attributes
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
@@ -29,8 +27,6 @@ from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 
 _is_training = attrgetter("training")
-_MAX_HELD = 256
-"""Items of a container that is searched for functions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +77,8 @@ class ReplayPlan:
     returns."""
     objects: dict[int, frozenset[str]] = field(default_factory=dict)
     """By id of an object that modules hold: which of its attributes are read, if that is known."""
+    beside: dict[int, nn.Module] = field(default_factory=dict)
+    """By id: modules that code of the prefix finds elsewhere than among the model's."""
     until: Mapping[CodeType, int] = field(default_factory=dict)
     """Offset of the call, in code around the boundary, that it returns from; see `Code.until`."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
@@ -177,7 +175,7 @@ class ReplayPlan:
             if not step.run
             for module in step.module.modules()
         }
-        return [(self.names.get(i, ""), module) for i, module in modules.items()]
+        return [(self.names.get(i, ""), module) for i, module in (modules | self.beside).items()]
 
     def around(self) -> list[tuple[str, nn.Module, list[str]]]:
         """Return (name, module that is not skipped, names of it that code before the boundary
@@ -188,14 +186,12 @@ class ReplayPlan:
             keys[owner].append(key)
         return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.not_skipped]
 
-    def stored_functions(self) -> list[Any]:
-        """Return the functions that modules of the prefix, and the code around it, have as
-        attributes.
-        """
+    def stored(self) -> list[Any]:
+        """Return what modules of the prefix, and the code around it, have as attributes."""
         kept = [value for _, module in self.skipped_modules() for value in vars(module).values()]
         for _, module, names in self.around():
             kept += [vars(module)[name] for name in names if name in vars(module)]
-        return [one for value in kept for one in _functions_in(value)]
+        return kept
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""
@@ -248,19 +244,6 @@ class ReplayPlan:
         with torch.no_grad():
             for buffers, copies in self._saved:
                 torch._foreach_copy_(buffers, copies)
-
-
-def _functions_in(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the functions that stand in an attribute, or in containers there, and the user's own
-    objects and classes, which have methods.
-    """
-    is_own = has_settings(value)
-    if is_own or isinstance(value, FunctionType | MethodType | partial):
-        yield value
-    held = own_attributes(value) if is_own else value
-    if depth and isinstance(held, list | tuple | dict) and len(held) <= _MAX_HELD:
-        for one in held.values() if isinstance(held, dict) else held:
-            yield from _functions_in(one, depth - 1)
 
 
 Key = tuple[Any, ...]

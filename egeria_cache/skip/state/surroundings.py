@@ -19,13 +19,13 @@ from torch import nn
 from egeria_cache.pystate import (
     CODE,
     MODELS,
-    VALUES,
     Names,
     OfClass,
     RandomState,
     Reach,
     Snapshot,
     entries,
+    found_in,
     is_put_back,
 )
 from egeria_cache.skip.state.watch import watched_attributes
@@ -56,23 +56,27 @@ class Surroundings:
     """
 
     def __init__(self, model: nn.Module, shared: Iterable[nn.Module] = ()) -> None:
-        self._shared = list(shared)
+        self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
+        self._outside = Reach(self._is_beyond, follows_code=False)
         self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
         self._of_modules: list[Any] = []
         """Their hooks, and what they hold that is not copied with them."""
         code = [hook for hooks in self._hooks for hook in hooks.values()]
         for module in model.modules():
             own = module.__dict__
-            code += [type(module), *watched_attributes(module).values()]
+            held = watched_attributes(module).values()
+            code += [type(module), *held]
             code += [own.get(name) for name in entries(module)]
             for name in _HOOKS:
                 self._of_modules += own.get(name, {}).values()
             self._of_modules += filter(is_put_back, own.values())
-        found = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
-        self._places = [one for one in found.places if isinstance(one, Names | OfClass)]
+            found = (one for value in held for one in found_in(value))
+            self._of_modules += (one for one in found if isinstance(one, nn.Module))
+        seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
+        self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
         self._functions = [
             one
-            for one in found.objects
+            for one in seen.objects
             if isinstance(one, FunctionType)
             and (one.__closure__ or one.__defaults__ or one.__kwdefaults__ or one.__dict__)
         ]
@@ -84,11 +88,16 @@ class Surroundings:
 
     def but_modules(self) -> Snapshot:
         """Remember what code of the model may touch outside of it, and what its hooks hold."""
-        return self._snapshot(self._roots(), VALUES)
+        return self._snapshot(self._roots(), self._outside)
+
+    def _is_beyond(self, value: Any) -> bool:
+        """Whether it is a module of the model, or what no forward of a frozen front writes to."""
+        is_own = isinstance(value, nn.Parameter) or id(value) in self._own
+        return is_own or MODELS.lets_be(value)
 
     def _roots(self) -> list[Any]:
         hooks = (hook for each in self._hooks for hook in each.values())
         return [*self._functions, *hooks, *self._of_modules]
 
     def _snapshot(self, roots: Iterable[Any], reach: Reach) -> Snapshot:
-        return Snapshot((("", root) for root in roots), self._places, reach)
+        return Snapshot((("", root) for root in roots), self._places, reach, self._own)

@@ -72,11 +72,8 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
 class _Layout:
     """Lays values out: live containers, and a look at each array and attribute apart."""
 
-    def __init__(
-        self, code: Code, objects: Mapping[int, frozenset[str]], around: Iterable[nn.Module]
-    ) -> None:
+    def __init__(self, code: Code, objects: Mapping[int, frozenset[str]]) -> None:
         self._code, self._apart, self._objects = code, code.unread, objects
-        self._models = {id(m) for module in around for m in module.modules()}
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -106,11 +103,8 @@ class _Layout:
         """Look into what some code names; of the user's own objects and classes, at what it names
         of them.
         """
-        if isinstance(value, nn.Module) and id(value) not in self._models:
-            named = chain(value.named_parameters(), value.named_buffers())
-            self.tensors += [(f"{where}.{key}", t) for key, t in named if not t.requires_grad]
         if not has_settings(value):
-            if is_value(value):
+            if is_value(value) or isinstance(value, nn.Module):
                 self.look_into(where, value)
             return
         if id(value) in self._apart:
@@ -160,10 +154,24 @@ class _Layout:
             for part in gc.get_referents(value):
                 if isinstance(part, Tensor | np.ndarray):
                     self.look_into(where, part)
-        elif isinstance(value, nn.Module | ModuleType | type | FunctionType):
+        elif isinstance(value, nn.Module):
+            self._look_around(where, value)
+        elif isinstance(value, ModuleType | type | FunctionType):
             return
         else:
             self._look_into_object(where, value, depth)
+
+    def _look_around(self, where: str, module: nn.Module) -> None:
+        """Lay out what is read of a module that is none of the model's, and holds it, or trains."""
+        if id(module) in self._code.inside or id(module) in self._code.others:
+            return
+        named = chain(module.named_parameters(), module.named_buffers())
+        self.tensors += [(f"{where}.{key}", t) for key, t in named if not t.requires_grad]
+        for key, part in watched_attributes(module).items():
+            if key not in self._code.names or (id(module), key) in self._apart:
+                continue
+            self.looks.append((f"{where}.{key}", partial(_attribute, module, key)))
+            self.look_into(f"{where}.{key}", part)
 
     def _look_into_object(self, where: str, value: Any, depth: int) -> None:
         if isinstance(value, Optimizer):  # and not what it trains
@@ -198,6 +206,15 @@ class _Layout:
                 keys.append(key)
                 return
         self.looks.append((where, partial(_first, places, key)))
+
+    def lay_out(self, where: str, module: nn.Module) -> None:
+        """Lay out the attributes of a module, but for what decides nothing."""
+        own = vars(module)
+        read = [key for key in own if (id(module), key) not in self._apart]
+        if len(read) == len(own):
+            self.live.append((where, own))
+            read = ["training"] if id(module) in self._code.others else []  # nobody holds it
+        self.looks += ((f"{where}.{key}", _item(own, key)) for key in read)
 
     def look_through(self, where: str, value: Any) -> None:
         """Lay out what a container of modules or parameters holds: nobody calls it."""
@@ -251,10 +268,10 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = _Layout(self._code, self._objects, (module for _, module, _ in self._around))
+        layout = _Layout(self._code, self._objects)
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         for name, module in self._modules:
-            layout.live.append((name, vars(module)))
+            layout.lay_out(name, module)
             layout.live += ((name, vars(module)[slot]) for slot in _SLOTS)
             layout.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in _HOOKS)
             for key, value in watched_attributes(module).items():
