@@ -178,7 +178,8 @@ class SampleLoader:
         if self.drawn or self._is_first:
             return None
         self._num_undrawn += 1
-        if self._num_undrawn > _SURELY and self._num_undrawn % _SELDOM:
+        num = self._num_undrawn
+        if num & (num - 1) and num % _SELDOM:
             return _get_batch(self.dataset, indices)
         with in_turns():
             return self._get_watched(indices)
@@ -269,8 +270,8 @@ def _seedable(dataset: Any) -> Iterator[Any]:
         dataset = attributes.get("dataset")
 
 
-_SURELY, _SELDOM = 32, 64
-"""Batches without a draw that are watched, and how seldom others are: 100 us each."""
+_SELDOM = 64
+"""Batches without a draw are watched ever more seldom, down to one in so many: 100 us each."""
 
 
 def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:
