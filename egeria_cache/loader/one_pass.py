@@ -154,7 +154,6 @@ class Pass:
             # Persistent workers serve the pass that began last; older ones go on with it, as they
             # do under DataLoader.
             self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
-        began = time.thread_time() if self._times_loading else 0.0
         self._planner.top_up()
         loads = time.perf_counter()
         try:
@@ -180,7 +179,7 @@ class Pass:
         if plan.entry is None and self._cache is not None:
             self._cache.took_planning(time.perf_counter() - asked + loads)
         if self._times_loading:
-            self._note_loading(loaded.worker_s + time.thread_time() - began)
+            self._note_loading(loaded.load_s)
         return batch
 
     def _load_here(self) -> Loaded | None:

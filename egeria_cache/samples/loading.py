@@ -89,8 +89,8 @@ class Loaded(NamedTuple):
     """A leaf in which a sample is not in its place what it is alone, where that was looked at."""
     places: Places | None = None
     """Where the samples stand in the batch, if they were looked for."""
-    worker_s: float = 0.0
-    """Processor time that a worker took; 0 where the training process has loaded them."""
+    load_s: float = 0.0
+    """Processor time that loading and collating took, without what is asked besides."""
     company: Company | None = None
     """Whether samples are compared with what they are alone, and what that has taken."""
 
@@ -177,8 +177,7 @@ class SampleLoader:
         """
         if self.drawn or self._is_first:
             return None
-        self._num_undrawn += 1
-        num = self._num_undrawn
+        self._num_undrawn = num = self._num_undrawn + 1
         if num & (num - 1) and num % _SELDOM:
             return _get_batch(self.dataset, indices)
         with in_turns():
@@ -292,12 +291,11 @@ class SeededDataset:
         began = time.thread_time()
         data = self._samples.answer(task)
         seconds = time.thread_time() - began
-        worker_s = 0.0 if get_worker_info() is None else seconds
         if task.compares:
             self._samples.company.loaded_s += seconds
         return Loaded(
             task.number, data, self._samples.drawn, task.axes,
-            places=NOWHERE if task.places else None, worker_s=worker_s,
+            places=NOWHERE if task.places else None, load_s=seconds,
             company=self._samples.company if task.compares else None,
         )  # fmt: skip
 
@@ -311,18 +309,13 @@ class CollateLoaded:
 
     def __call__(self, loaded: Loaded) -> Loaded:
         """Collate what `SeededDataset` gave."""
-        if not loaded.worker_s:
-            return self._collated(loaded)
-        began = time.thread_time()
-        whole = self._collated(loaded)
-        return whole._replace(worker_s=loaded.worker_s + time.thread_time() - began)
-
-    def _collated(self, loaded: Loaded) -> Loaded:
         samples, axes, places = loaded.data, loaded.axes, loaded.places
         if samples is None or isinstance(samples, Look):
             return loaded
         if not isinstance(samples, list) or not (axes or places or loaded.company):
-            return loaded._replace(data=self.collate(samples), places=None)
+            began, data = time.thread_time(), self.collate(samples)
+            load_s = loaded.load_s + time.thread_time() - began
+            return loaded._replace(data=data, places=None, load_s=load_s)
         company = loaded.company or Company()
         began, told = time.thread_time(), None
         # Before the batch is collated, perhaps to the same memory; of copies, for collate functions
@@ -336,6 +329,7 @@ class CollateLoaded:
         compared = time.thread_time()
         data = self.collate(list(samples))
         collated = time.thread_time()
+        loaded = loaded._replace(load_s=loaded.load_s + collated - compared)
         found = loaded._replace(data=data, places=None)
         if alone or axes:
             with Attempt():  # one that cannot be collated alone is not measured
