@@ -97,7 +97,7 @@ class ServingPolicy:
         known = Schedule(num_batches, is_stored=self._is_stored)
         schedule = self._schedules.setdefault(loader, known)
         schedule.epoch = epoch
-        if schedule.why_not(padded=False) is None:
+        if schedule.why_not() is None:
             self.idle.pop(loader, None)
 
     def wants_timing(self, loader: str) -> bool:
@@ -125,8 +125,8 @@ class ServingPolicy:
         schedule = self._schedules.get(loader)
         if schedule is None:
             return None
-        schedule.hits = hits
-        why = schedule.why_not(padded=padded)
+        schedule.hits, schedule.padded = hits, padded
+        why = schedule.why_not()
         if why is not None:
             self.idle[loader] = why
         return why

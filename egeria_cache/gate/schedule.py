@@ -40,6 +40,8 @@ class Schedule:
     """What it took to load a batch: processor time of the training thread and the workers."""
     hits: float = 1.0
     """Part of an epoch's samples that may be hits: random draws are made anew in turns."""
+    padded: bool = False
+    """Whether the samples are, as far as is known."""
     is_stored: bool = False
     """Whether an earlier run has left something: there may be hits in the present one, too."""
 
@@ -51,13 +53,13 @@ class Schedule:
         taken_s = min(self.fronts, default=_HIT_S[False]) + min(self.loads, default=0.0)
         return len(self.fronts) < _NUM_TIMED and taken_s >= _HIT_S[False]
 
-    def why_not(self, *, padded: bool) -> str | None:
+    def why_not(self) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
         steps = self.num_batches * (max(_MIN_EPOCHS, self.epoch // 2) + self.is_stored)
-        served_s = _HIT_S[padded] if self.hits == 1 else _MIXED_S
+        served_s = _HIT_S[self.padded] if self.hits == 1 else _MIXED_S
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
-        proof_s = _PROOF_FORWARDS[padded] * min(self.forwards, default=0.0) + _PROOF_S
+        proof_s = _PROOF_FORWARDS[self.padded] * min(self.forwards, default=0.0) + _PROOF_S
         if gain_s >= proof_s:
             return None
         return (

@@ -17,34 +17,32 @@ def short_runs_are_postponed(monkeypatch):
     monkeypatch.delenv("EGERIA_POSTPONE")
 
 
-def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, is_stored=False):
-    return Schedule(num_batches, epoch, [front_s], [forward_s], [load_s], is_stored=is_stored)
+def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, **known):
+    return Schedule(num_batches, epoch, [front_s], [forward_s], [load_s], **known)
 
 
 @pytest.mark.parametrize(
-    ("known", "padded", "is_proved"),
+    ("known", "is_proved"),
     [
-        (timed(8, 0.020, 0.030), False, False),  # 16 hits save 0.30 s, and a proof takes 0.34
-        (timed(9, 0.020, 0.030), False, True),
-        (timed(17, 0.020, 0.030), True, False),
-        (timed(17, 0.020, 0.030, is_stored=True), True, True),  # this epoch may be of hits, too
-        (timed(63, 0.020, 0.030), True, True),
-        (timed(8, 0.020, 0.030, epoch=12), False, True),  # who ran so long goes on
-        (timed(17, 0.001, 0.030, load_s=0.05), False, True),  # samples that are slow to load
-        (timed(10**6, 0.0008, 0.003), False, False),  # a hit itself takes as long
+        (timed(8, 0.020, 0.030), False),  # 16 hits save 0.30 s, and a proof takes 0.34
+        (timed(9, 0.020, 0.030), True),
+        (timed(17, 0.020, 0.030, padded=True), False),
+        (timed(17, 0.020, 0.030, padded=True, is_stored=True), True),  # hits in this epoch, too
+        (timed(63, 0.020, 0.030, padded=True), True),
+        (timed(8, 0.020, 0.030, epoch=12), True),  # who ran so long goes on
+        (timed(17, 0.001, 0.030, load_s=0.05), True),  # samples that are slow to load
+        (timed(10**6, 0.0008, 0.003), False),  # a hit itself takes as long
     ],
 )
-def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(
-    known, padded, is_proved
-):
-    assert (known.why_not(padded=padded) is None) is is_proved
+def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(known, is_proved):
+    assert (known.why_not() is None) is is_proved
 
 
 def test_only_what_is_not_drawn_anew_wins_a_proof_back():
     known = timed(18, 0.020, 0.030)
-    assert known.why_not(padded=False) is None
+    assert known.why_not() is None
     known.hits = 0.5
-    assert known.why_not(padded=False) is not None
+    assert known.why_not() is not None
 
 
 def test_two_batches_are_timed_and_the_lesser_counts():
@@ -54,8 +52,8 @@ def test_two_batches_are_timed_and_the_lesser_counts():
         known.fronts.append(front_s)
         known.forwards.append(1.5 * front_s)
     assert not known.wants_timing
-    assert known.why_not(padded=False) is None
-    assert "takes 20.0 ms" in timed(2, 0.020, 0.030).why_not(padded=True)
+    assert known.why_not() is None
+    assert "takes 20.0 ms" in timed(2, 0.020, 0.030, padded=True).why_not()
 
 
 @pytest.mark.cases(1)

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import OrderedDict, deque
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,19 @@ def test_lengths_are_read_from_what_has_told_them(form, collate, is_told, monkey
         if not start:
             counted = alone.num_alone
     assert alone.num_alone == (counted if is_told else 3 * counted)
+
+
+def test_what_loading_takes_is_taken_without_what_is_asked_besides(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(f"{SampleLoader.__module__}.time.thread_time", lambda: clock.now)
+
+    def collate(items):
+        clock.now += 1
+        return joined(items)
+
+    alone = Alone(list, collate, monkeypatch)
+    assert alone.load(0).load_s == 1
+    assert clock.now > SIZE
 
 
 def test_nothing_is_believed_of_samples_of_one_length(monkeypatch):
