@@ -4,7 +4,6 @@ import itertools
 import random
 from collections import OrderedDict, deque
 from queue import SimpleQueue
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,16 +126,16 @@ def test_lengths_are_read_from_what_has_told_them(form, collate, is_told, monkey
 
 
 def test_what_loading_takes_is_taken_without_what_is_asked_besides(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(f"{SampleLoader.__module__}.time.thread_time", lambda: clock.now)
+    clock = SimpleQueue()  # which is not put back
+    monkeypatch.setattr(f"{SampleLoader.__module__}.time.thread_time", clock.qsize)
 
     def collate(items):
-        clock.now += 1
+        clock.put(items)
         return joined(items)
 
     alone = Alone(list, collate, monkeypatch)
     assert alone.load(0).load_s == 1
-    assert clock.now > SIZE
+    assert clock.qsize() > SIZE
 
 
 def test_nothing_is_believed_of_samples_of_one_length(monkeypatch):
