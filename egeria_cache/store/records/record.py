@@ -10,7 +10,7 @@ import itertools
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import compress
 from typing import Any
 
@@ -295,16 +295,11 @@ class Record:
             RecordError: It tells of no tensor that there is.
         """
         field, stored = self.layout.fields[position], self.payload[position]
-        if field.dtype is not None or bytes(stored[:1]) != b"t":
+        head = bytes(stored[: FREE_HEAD.size])
+        if field.dtype is not None or head[:1] != b"t":
             return field, stored
-        try:
-            _, code, storage, ndim = FREE_HEAD.unpack_from(stored)
-            shape = struct.unpack_from(f"<{ndim}Q", stored, FREE_HEAD.size)
-            field = FieldLayout(field.name, DTYPES[code], shape, CODES[storage])
-        except (struct.error, KeyError):
-            raise RecordError(f"field {field.name!r} is damaged") from None
-        field.check()
-        return field, stored[FREE_HEAD.size + 8 * ndim :]
+        end = FREE_HEAD.size + 8 * head[-1]
+        return _told(field.name, bytes(stored[:end])), stored[end:]
 
     def value(self, position: int, coder: Coder) -> Value:
         """Decode one field.
@@ -320,14 +315,29 @@ class Record:
             return decode_value(bytes(stored))
         if field.num_bytes > len(stored) << MAX_RATIO_BITS:
             raise RecordError(f"{field}: only {len(stored)} bytes")
-        packed = torch.empty((1, field.num_bytes), dtype=torch.uint8)
+        packed = torch.empty(field.num_bytes, dtype=torch.uint8)
         try:
-            coder.decode_into(stored, codec, packed[0].numpy(), field.elements)
-            return unpack(packed, field.shape, field.dtype, field.storage)[0]
+            coder.decode_into(stored, codec, packed.numpy(), field.elements)
+            if field.storage is None:
+                return packed.view(field.dtype).view(field.shape)
+            return unpack(packed[None], field.shape, field.dtype, field.storage)[0]
         except NeedsKernelError:
             raise
         except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
+
+
+@lru_cache(4096)
+def _told(name: str, head: bytes) -> FieldLayout:
+    """Return what a tensor of a record tells of itself."""
+    try:
+        _, code, storage, ndim = FREE_HEAD.unpack_from(head)
+        shape = struct.unpack_from(f"<{ndim}Q", head, FREE_HEAD.size)
+        field = FieldLayout(name, DTYPES[code], shape, CODES[storage])
+    except (struct.error, KeyError):
+        raise RecordError(f"field {name!r} is damaged") from None
+    field.check()
+    return field
 
 
 def key_of(record: Any) -> bytes:
