@@ -130,6 +130,26 @@ CONTAINERS = {
 }
 
 
+INSERTED = {
+    "frozen layer": (2, lambda: frozen(8, 8)),
+    "function": (2, nn.ReLU),
+    "behind": (4, nn.Tanh),
+}
+
+
+@hostile(over=INSERTED, cases=3)
+def test_what_is_inserted_between_layers_counts(run, at, make):
+    model = nn.Sequential(*Net().children())
+    model.insert(1, nn.Tanh())
+
+    def each_step(model, step):
+        if step == 7:  # not where the audit looks
+            run.turn()
+            model.insert(at, make())
+
+    trained(run, model=model, boundary="2", each_step=each_step, epochs=6)
+
+
 @hostile(over=CONTAINERS, cases=3)
 def test_a_container_of_the_front_may_change(run, change):
     changed(run, change, Stacked(), boundary="last")

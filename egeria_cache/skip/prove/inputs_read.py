@@ -114,8 +114,8 @@ def _others(traced: TracedBatch, noted: set[tuple[int, str]]) -> list[nn.Module]
 
 
 def _may_count(key: str) -> bool:
-    """Whether an attribute of a module is not one that every module has."""
-    return key not in _OF_EVERY_MODULE and not hasattr(nn.Module, key)
+    """Whether an attribute of a module is not one that every module has, or all its children."""
+    return key == "_modules" or (key not in _OF_EVERY_MODULE and not hasattr(nn.Module, key))
 
 
 def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:

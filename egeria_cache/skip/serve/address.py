@@ -129,7 +129,7 @@ def _structure(plan: ReplayPlan) -> str:
         total.update(_settings({"hook": getattr(hook, "__self__", hook)}, known))
     for name, module, keys in plan.around():
         own = vars(module)
-        values = {key: own[key] for key in sorted(keys) if key in own}
+        values = {key: own[key] for key in sorted({*keys} - {"_modules"}) if key in own}
         total.update(f"{name}:".encode() + _settings(values, known))
     return total.hexdigest()
 

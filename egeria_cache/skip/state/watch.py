@@ -53,7 +53,6 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_pre_hooks,
 )
 _SLOTS = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 _get = itemgetter.__call__
@@ -216,13 +215,6 @@ class _Layout:
             read = ["training"] if id(module) in self._code.others else []  # nobody holds it
         self.looks += ((f"{where}.{key}", _item(own, key)) for key in read)
 
-    def look_through(self, where: str, value: Any) -> None:
-        """Lay out what a container of modules or parameters holds: nobody calls it."""
-        if isinstance(value, _CONTAINERS):
-            self.live += [(where, vars(value)[slot]) for slot in _SLOTS]
-            for key, child in value._modules.items():
-                self.look_through(f"{where}.{key}", child)
-
 
 def _values(container: Any) -> Any:
     return container.values() if isinstance(container, dict) else container
@@ -279,10 +271,12 @@ class StateWatch:
             for hook in _hooks(module):
                 layout.look_into(f"a hook of {name}", getattr(hook, "__self__", hook))
         for name, module, keys in self._around:
-            for key in sorted(keys):
+            for key in sorted({*keys} - {"_modules"}):
                 layout.look_up(f"{name}.{key}" if name else key, key, _places(module, layout))
                 layout.look_into(f"{name}.{key}" if name else key, vars(module).get(key))
-                layout.look_through(f"{name}.{key}" if name else key, module._modules.get(key))
+            if "_modules" in keys:
+                where = f"the children of {name!r}" if name else "the children of the model"
+                layout.looks.append((where, self._children(module)))
         layout.add_code()
         for function in self._code.functions.values():
             if vars(function):
@@ -309,6 +303,20 @@ class StateWatch:
         self._standing = list(map(_get, self._getters, self._found))
         self._watched = [module for _, module in self._modules]
         self._kinds = list(map(type, self._watched))
+
+    def _children(self, module: nn.Module) -> Callable[[], Any]:
+        """Return a look at the children that code goes through: all, or those up to the boundary if
+        it is among them and they run in their order.
+        """
+        ranks = {id(skipped): rank for rank, (_, skipped) in enumerate(self._modules)}
+        found, num = list[int](), None
+        for i, child in enumerate(module._modules.values(), 1):
+            inside = () if child is None else child.modules()
+            if here := [ranks[id(m)] for m in inside if id(m) in ranks]:
+                found, num = [*found, *here], i
+        if found != sorted(found) or found[-1:] != [len(ranks) - 1]:
+            num = None
+        return lambda: tuple(module._modules.values())[:num]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
