@@ -57,7 +57,13 @@ def put(part, **attributes):
     return change
 
 
-SETTINGS = REPLACED | HELD
+NEIGHBOURS = {
+    "two lists": (
+        lambda k: ([1.0, k], [k]), lambda lists: sum(lists[0]),
+        lambda lists, k: lists[1].insert(0, lists[0].pop()),
+    ),
+}  # fmt: skip
+SETTINGS = REPLACED | HELD | NEIGHBOURS
 FEW = ["a float", "a word", "a table", "an array", "a tensor in an object", "a closure"]
 HOLDERS = {
     **{f"the first layer's {kind}": ("early", SETTINGS[kind]) for kind in SETTINGS},

@@ -11,7 +11,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -289,8 +289,10 @@ class StateWatch:
         layout.looks.append(("a global hook", _global_hooks))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
+        self._held = [list(_values(container)) for _, container in layout.live]
         self._empty = [container for _, container in layout.live if not container]
-        self._iterables = [_values(container) for _, container in layout.live if container]
+        full = [container for _, container in layout.live if container]
+        self._iterables = [part for each in full for part in (_values(each), _END)]
         self._values = list(chain.from_iterable(self._iterables))
         self._looks = [look for _, look in layout.looks]
         self._seen = [look() for look in self._looks]
@@ -342,21 +344,14 @@ class StateWatch:
 
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
-        before, empty = iter(self._values), set(map(id, self._empty))
-        for where, container in self._layout.live:
+        for (where, container), held in zip(self._layout.live, self._held, strict=True):
             keys = list(container) if isinstance(container, dict) else None
-            if id(container) in empty:
-                if container:
-                    return f"{_quoted(_path(where, keys, 0))} changed"
-                continue
-            for i, now in enumerate(list(_values(container))):
-                then = next(before, _NOTHING)
+            both = zip_longest(list(_values(container)), held, fillvalue=_NOTHING)
+            for i, (now, then) in enumerate(both):
                 if now is not then and not _same(now, then):
-                    if keys is not None and keys[i] == "training":
+                    if keys is not None and keys[i : i + 1] == ["training"]:
                         continue  # held modules are put back, whoever set it
                     return f"{_quoted(_path(where, keys, i))} changed"
-        if next(before, _NOTHING) is not _NOTHING:
-            return "something was removed from the prefix"
         looks = chain(self._layout.looks, self._layout.named)
         for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
             now = look()
@@ -370,10 +365,13 @@ class StateWatch:
 
 
 _NOTHING = object()
+_END = (_NOTHING,)
+"""Stands between two containers: what moved from one into the next is noticed."""
 
 
 def _path(where: str, keys: list[Any] | None, i: int) -> str:
-    return where if keys is None else f"{where}.{keys[i]}" if where else str(keys[i])
+    key = None if keys is None or i >= len(keys) else str(keys[i])
+    return where if key is None else f"{where}.{key}" if where else key
 
 
 def _quoted(where: str) -> str:
