@@ -208,8 +208,11 @@ class Scout:
     def look_out(self) -> None:
         """A batch is given out, with which the model is called in some way."""
         if not (self.is_done or self._handles):
-            parts = self._model.children()
-            self._handles = [p.register_forward_pre_hook(self, with_kwargs=True) for p in parts]
+            self._handles = [
+                part.register_forward_pre_hook(self, with_kwargs=True)
+                for part in self._model.children()
+                if not isinstance(part, torch.jit.ScriptModule)  # which can have no hooks
+            ]
 
     def close(self) -> None:
         """Look no more; may be called twice."""

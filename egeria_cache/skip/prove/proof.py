@@ -62,6 +62,11 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
+    for module in traced.prefix_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            name = traced.names[id(module)]
+            why = f"what {name!r} does, which was traced or scripted, cannot be followed"
+            raise BoundaryError.impure(traced.boundary, why)
     seen = observe(traced)
     repeats = Repeats(traced, seen.others)
     trace, few = seen.trace, list(_few_rows(traced, seen.trace))
@@ -94,10 +99,6 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
     _check_company(traced, plan)
-    for name, module in plan.skipped_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            why = f"what {name!r} does, which was traced or scripted, cannot be followed"
-            raise BoundaryError.impure(plan.boundary, why)
     tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     plan.modes = plan.present_modes()

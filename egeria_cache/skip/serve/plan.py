@@ -25,6 +25,7 @@ from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, DynamicShapes
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
+from egeria_cache.skip.state.watch import watched_attributes
 
 _is_training = attrgetter("training")
 
@@ -188,9 +189,11 @@ class ReplayPlan:
 
     def stored(self) -> list[Any]:
         """Return what modules of the prefix, and the code around it, have as attributes."""
-        kept = [value for _, module in self.skipped_modules() for value in vars(module).values()]
+        skipped = (module for _, module in self.skipped_modules())
+        kept = [value for module in skipped for value in watched_attributes(module).values()]
         for _, module, names in self.around():
-            kept += [vars(module)[name] for name in names if name in vars(module)]
+            own = watched_attributes(module)
+            kept += [own[name] for name in names if name in own]
         return kept
 
     def surrounds(self, module: nn.Module) -> bool:
