@@ -175,6 +175,13 @@ def test_a_model_is_scripted_before_a_cache_is_attached(run):
     run.see(quietly(torch.jit.script)(model)(inputs()))
 
 
+@hostile(silent=True)
+def test_a_scripted_head_is_served(run):
+    model = Net()
+    model.head = quietly(torch.jit.script)(model.head)
+    trained(run, model=model)
+
+
 def not_to_be_copied(model, memo):
     raise RuntimeError("this model is not to be copied")
 

@@ -425,9 +425,16 @@ def test_a_global_hook_that_joins_is_called(run, register):
             handle.remove()
 
 
+def hooked_to_count(model):
+    kept = []
+    for part in (model.early, model.head):
+        part.register_full_backward_hook(lambda *_: kept.append(1))
+
+
 BESIDE = {
     "forward hook behind": lambda m: m.late.register_forward_hook(lambda m, a, out: out * 2),
     "backward hook behind": lambda m: m.head.register_full_backward_hook(lambda m, gi, go: None),
+    "backward hooks that count": hooked_to_count,
     "state dict hook": lambda m: m.early.register_state_dict_pre_hook(lambda *a: None),
     "gradient hook": lambda m: m.late.weight.register_hook(lambda grad: grad * 0.5),
 }

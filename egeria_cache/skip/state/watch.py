@@ -55,6 +55,15 @@ _GLOBAL_HOOKS = (
 _SLOTS = ("_parameters", "_buffers", "_modules")
 _CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
+_MOOT: dict[str, Any] = {
+    "training": nn.Module,  # held modules are put back, whoever set it
+    "_is_full_backward_hook": nn.Module,
+    "p": nn.modules.dropout._DropoutNd,
+    "momentum": nn.modules.batchnorm._NormBase,
+}
+"""What decides nothing in inference mode, in which skipped modules are, if it is PyTorch's code
+alone that reads it: schedules go through all of a model.
+"""
 _get = itemgetter.__call__
 
 
@@ -306,6 +315,15 @@ class StateWatch:
         self._watched = [module for _, module in self._modules]
         self._kinds = list(map(type, self._watched))
 
+    def _moot(self, module: nn.Module) -> Iterator[str]:
+        """Yield those of its attributes that decide nothing."""
+        known = type(module).__module__.startswith("torch.nn.modules.")
+        for key, kind in _MOOT.items():
+            if kind is nn.Module or (
+                known and isinstance(module, kind) and key not in self._code.names
+            ):
+                yield key
+
     def _children(self, module: nn.Module) -> Callable[[], Any]:
         """Return a look at the children that code goes through: all, or those up to the boundary if
         it is among them and they run in their order.
@@ -344,13 +362,14 @@ class StateWatch:
 
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
+        moot = {(id(vars(m)), key) for m in self._watched for key in self._moot(m)}
         for (where, container), held in zip(self._layout.live, self._held, strict=True):
             keys = list(container) if isinstance(container, dict) else None
             both = zip_longest(list(_values(container)), held, fillvalue=_NOTHING)
             for i, (now, then) in enumerate(both):
                 if now is not then and not _same(now, then):
-                    if keys is not None and keys[i : i + 1] == ["training"]:
-                        continue  # held modules are put back, whoever set it
+                    if keys is not None and (id(container), *keys[i : i + 1]) in moot:
+                        continue
                     return f"{_quoted(_path(where, keys, i))} changed"
         looks = chain(self._layout.looks, self._layout.named)
         for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
