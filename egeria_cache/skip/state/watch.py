@@ -362,7 +362,8 @@ class StateWatch:
 
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
-        moot = {(id(vars(m)), key) for m in self._watched for key in self._moot(m)}
+        inside = (m for m in self._watched if id(m) not in self._code.others)
+        moot = {(id(vars(m)), key) for m in inside for key in self._moot(m)}
         for (where, container), held in zip(self._layout.live, self._held, strict=True):
             keys = list(container) if isinstance(container, dict) else None
             both = zip_longest(list(_values(container)), held, fillvalue=_NOTHING)
