@@ -248,14 +248,14 @@ class LoaderSource:
 
     def load(self, task: Task) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
-        return self._answer(task).data
+        return self._answer(_unmeasured(task)).data
 
     def load_each(self, tasks: Iterable[Task]) -> list[Any]:
         """Load several tasks, each as if it were the only one."""
         if self.side_worker is not None:
             return [self.load(task) for task in tasks]
         with self.samples.out_of_turn() as kept:
-            return [self._answer(task, kept).data for task in tasks]
+            return [self._answer(_unmeasured(task), kept).data for task in tasks]
 
     def load_planned(self, task: Task) -> Loaded:
         """Load what a batch misses, in this process and in its turn."""
@@ -480,6 +480,11 @@ class LoaderSource:
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:
     found = getattr(dataset, name, None)
     return found if callable(found) else None
+
+
+def _unmeasured(task: Task) -> Task:
+    """Return a task of which the batch alone is wanted."""
+    return task._replace(axes=(), places=False)
 
 
 def _as_sample_id(value: Any) -> SampleId:
