@@ -72,10 +72,9 @@ class AbsentTensor(BatchTensor):
         assert isinstance(merged, Tensor)
         return _with_layout(merged, self._meta)
 
-    @property
-    def intact(self) -> bool:
+    def holds(self) -> bool:
         """Whether the values, those that are there, are what samples and `chain` say."""
-        if self._alias is not None and not _is_intact(self._alias[0], self._alias[2]):
+        if self._alias is not None and not _holds(self._alias[0], self._alias[2]):
             return False
         data = self._misses if self._full is None else self._full
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
@@ -83,7 +82,7 @@ class AbsentTensor(BatchTensor):
 
     @property
     def _looks_intact(self) -> bool:
-        if self._alias is not None and not _is_intact(self._alias[0], self._alias[2]):
+        if self._alias is not None and not _holds(self._alias[0], self._alias[2]):
             return False
         return self._full is None or self._vouched.unchanged(self._full)
 
@@ -112,7 +111,7 @@ class AbsentTensor(BatchTensor):
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         if self._full is not None:
             return super()._apply(op, parts)
-        if not all(part.intact for part in parts):
+        if not all(part.holds() for part in parts):
             raise LookupError("a leaf was written to")
         first, device = parts[0], op.device or self.device
         misses = None
@@ -137,7 +136,7 @@ class AbsentTensor(BatchTensor):
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         if self._full is not None:
             return super()._select(rows, part)
-        if not self.intact or self.fold != Fold():
+        if not self.holds() or self.fold != Fold():
             return None
         batch, mask = self.batch.select(rows), self.batch.absent
         assert mask is not None
@@ -160,7 +159,7 @@ class AbsentTensor(BatchTensor):
             self.full()
             super()._apply_in_place(op, parts)
             return
-        if not all(part.intact for part in parts):
+        if not all(part.holds() for part in parts):
             raise LookupError("a leaf was written to")
         if self._misses is not None:
             self._misses = op.apply([part.misses() for part in parts])
@@ -218,6 +217,6 @@ def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return out.copy_(tensor)
 
 
-def _is_intact(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
+def _holds(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
     """Whether nothing was done to a tensor since a view of it was made."""
-    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor.intact
+    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor.holds()

@@ -81,8 +81,12 @@ class BatchTensor(Tensor):
         False after the user changed the data; such a tensor is an ordinary one. So is one whose
         rows do not stand in the first dimension.
         """
+        return self.has_rows_first and self.holds()
+
+    def holds(self) -> bool:
+        """Whether that is so, wherever the rows stand."""
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
-            return self.has_rows_first and self._vouched.holds(self)
+            return self._vouched.holds(self)
 
     @property
     def has_rows_first(self) -> bool:

@@ -9,7 +9,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 (`bytecode`).
 """
 
-from egeria_cache.pystate.bytecode import attributes_of, names_in
+from egeria_cache.pystate.bytecode import attributes_of, is_installed_code, names_in
 from egeria_cache.pystate.code import (
     Code,
     bases_of,
@@ -76,6 +76,7 @@ __all__ = [
     "is_below",
     "is_beyond",
     "is_compiled",
+    "is_installed_code",
     "is_library",
     "is_put_back",
     "is_settings",

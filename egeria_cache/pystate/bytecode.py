@@ -8,6 +8,8 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import sys
+from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -18,9 +20,22 @@ from egeria_cache.pystate.foreign import is_library
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
-_BY_TEXT = "globals", "getattr", "setattr", "vars"
+_BY_TEXT = {
+    "globals",
+    "getattr",
+    "hasattr",
+    "setattr",
+    "vars",
+    "modules",
+    "import_module",
+    "__dict__",
+}
 """With these, code finds by a text what it names."""
+_WHOLE = {"vars", "getattr", "hasattr", "asdict", "astuple", "deepcopy", "attrgetter"}
+"""What is given to these is read under names that may be none of the code's."""
 _FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_OF_ALL = {"globals", "eval", "exec"}
+"""With these, code reads globals that it does not name."""
 
 
 class Names(NamedTuple):
@@ -34,6 +49,10 @@ class Names(NamedTuple):
     """Variables of closures that it reads."""
     all: tuple[str, ...]
     """Those of attributes and imports as well, and texts where code finds things by them."""
+    imports: tuple[str, ...]
+    """Modules that it imports itself, or may find by a text."""
+    whole: tuple[str | None, ...]
+    """Names of what it may read all of; "" stands for its globals, None for what cannot be told."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,15 +80,68 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
         found = [one for one in found if one.offset <= call]
         found = [one for i, one in enumerate(found) if not _waits(found[i:])]
     named = [one.argval for one in found if one.opcode in dis.hasname]
-    by_text = [] if set(named).isdisjoint(_BY_TEXT) else [one.argval for one in found]
+    by_text = [] if _BY_TEXT.isdisjoint(named) else [one.argval for one in found]
+    texts = tuple(text for text in by_text if type(text) is str)
     own = Names(
         tuple(one.argval for one in found if one.opname in _LOADS),
         tuple(one.argval for one in found if one.opname in _STORES),
         tuple(one.argval for one in found if one.opname in _FREE),
-        (*named, *(text for text in by_text if type(text) is str)),
+        (*named, *texts),
+        (*(one.argval for one in found if one.opname == "IMPORT_NAME"), *texts),
+        tuple(_wholes(found)),
     )
     inner = [names_in(one.argval) for one in found if isinstance(one.argval, CodeType)]
     return Names(*(tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)))
+
+
+def _wholes(found: list[dis.Instruction]) -> Iterator[str | None]:
+    """Yield what is read under names that cannot be told."""
+    for i, one in enumerate(found):
+        if one.opcode not in dis.hasname or not one.opname.startswith("LOAD_"):
+            continue
+        if one.argval in ("__dict__", "__getattribute__"):
+            yield _root(found[:i][::-1], -1)
+        elif one.argval in _OF_ALL and not (one.argval == "globals" and _is_told(found[i + 1 :])):
+            yield ""
+        elif one.argval in _WHOLE and not _gives_a_text(found[i:]):
+            yield _root(found[i + 1 :], 0)
+
+
+def _root(found: list[dis.Instruction], at: int) -> str | None:
+    """Return the name with which a chain of attributes begins, or ends."""
+    one = next(
+        (one for one in found if one.opname not in ("LOAD_ATTR", "CACHE", "PUSH_NULL")), None
+    )
+    if one is None or not one.opname.startswith("LOAD_") or one.opname == "LOAD_CONST":
+        return None
+    name = one.argval[at] if isinstance(one.argval, tuple) else one.argval
+    return name if isinstance(name, str) else None
+
+
+def _is_told(found: list[dis.Instruction]) -> bool:
+    """Whether a table that a call brings is asked for a text alone."""
+    called = [one for one in found if one.opname not in ("PUSH_NULL", "PRECALL", "CACHE")][1:]
+    if called and called[0].argval == "get":
+        del called[0]
+    text, asks = [*called, *found][:2]
+    is_text = text.opname == "LOAD_CONST" and type(text.argval) is str
+    return text.opname == "CONTAINS_OP" or (
+        is_text and asks.opname.startswith(("BINARY_S", "CALL"))
+    )
+
+
+def _gives_a_text(found: list[dis.Instruction]) -> bool:
+    """Whether the second argument of a call, or of `attrgetter` the first, is a text."""
+    place = 1 if found[0].argval == "attrgetter" else 2
+    base = height = dis.stack_effect(found[0].opcode, found[0].arg)
+    ends = dict[int, dis.Instruction]()
+    for one in found[1:]:
+        height += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if _is_jump(one) or (height <= base and one.opname.startswith(("CALL", "PRECALL"))):
+            break
+        ends[height] = one
+    given = ends.get(base + place)
+    return given is not None and given.opname == "LOAD_CONST" and type(given.argval) is str
 
 
 def _is_jump(one: dis.Instruction) -> bool:
@@ -128,15 +200,13 @@ def globals_of(function: FunctionType) -> list[tuple[dict[str, Any], tuple[str, 
     those that it names of the user's modules.
     """
     names, scope = names_in(function.__code__), function.__globals__
-    by_text = not set(names.all).isdisjoint(_BY_TEXT)
-    texts = texts_in(function.__code__) if by_text else ()
-    own = dict.fromkeys((*names.loaded, *names.stored, *(t for t in texts if t in scope)))
+    texts = (text for text in names.imports if text in scope)
+    own = dict.fromkeys((*names.loaded, *names.stored, *texts))
     found = [(scope, tuple(own))] if own else []
-    for name in own:
-        module = scope.get(name)
+    for module in (*map(scope.get, own), *map(sys.modules.get, names.imports)):
         if isinstance(module, ModuleType) and not is_library(module.__name__):
             inner = vars(module)
-            found.append((inner, tuple(n for n in {*names.all, *texts} if n in inner)))
+            found.append((inner, tuple(name for name in names.all if name in inner)))
     return found
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import types
-import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import is_installed
-from egeria_cache.pystate.bytecode import Names, code_text, names_in
+from egeria_cache.pystate.bytecode import Names, code_text, is_installed_code, names_in
 from egeria_cache.pystate.content import describe
 from egeria_cache.pystate.foreign import (
     entries,
@@ -33,6 +33,7 @@ from egeria_cache.pystate.foreign import (
     outside_state,
     own_attributes,
 )
+from egeria_cache.pystate.places import LEADS, led_to
 
 _MAX_FUNCTIONS = 512
 _MAX_HELD, _MAX_DEPTH = 256, 4
@@ -49,7 +50,7 @@ _RUNS = (
 )  # fmt: skip
 """What is run when an object is used, which no name in the code says: operators, conversions."""
 _PLAIN = (
-    bool, int, float, Sequence, Mapping, Set, np.ndarray, Tensor, functools.partial, weakref.ref,
+    bool, int, float, Sequence, Mapping, Set, np.ndarray, Tensor, functools.partial, *LEADS,
     types.FunctionType, types.MethodType, functools._lru_cache_wrapper,
 )  # fmt: skip
 Entry = tuple[types.FunctionType, type | None]
@@ -74,6 +75,9 @@ class Code:
     """Ids of the model's modules."""
     others: dict[int, nn.Module] = field(default_factory=dict)
     """By id, modules that are none of these, and that it may run; none that train."""
+    whole: set[Any] = field(default_factory=set)
+    """Ids of what it reads under names that cannot be told, and classes of such objects; None if
+    these may be any."""
     until: Mapping[types.CodeType, int] = field(default_factory=dict)
     """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
@@ -110,8 +114,18 @@ class Code:
 
     def in_class_of(self, value: Any) -> list[str]:
         """Return what it names of the class of an object, or of a class, and reads."""
-        kind = _kind(value)
-        return [name for name in _in_its_class(value, self.names) if self.reads_of(kind, name)]
+        kind, names = _kind(value), self.names_of(value)
+        return [name for name in _in_its_class(value, names) if self.reads_of(kind, name)]
+
+    def names_of(self, value: Any) -> frozenset[str]:
+        """Return the names under which it may read of an object's class, or of a class."""
+        if not self.reads_whole(value):
+            return self.names
+        return self.names.union(*map(vars, bases_of(_kind(value))))
+
+    def reads_whole(self, value: Any) -> bool:
+        """Whether it may read all of an object, or of a class."""
+        return not self.whole.isdisjoint((None, id(value), *_kind(value).__mro__))
 
     def reads_of(self, kind: type, name: str) -> bool:
         """Whether it reads what a class has under a name."""
@@ -148,7 +162,7 @@ class Code:
         if isinstance(value, type):
             return {}
         own = own_attributes(value)
-        everything = any(in_class(type(value), name) for name in _READS)
+        everything = any(in_class(type(value), name) for name in _READS) or self.reads_whole(value)
         names = own.keys() if everything else own.keys() & self.names
         return {name: own[name] for name in sorted(names) if (id(value), name) not in self.unread}
 
@@ -181,7 +195,7 @@ def reached(
     held = (one for other in others for one in found_in(other) if has_settings(one))
     kinds = (_kind(one) for one in held if not is_installed(_kind(one)))
     for kind in dict.fromkeys((*map(type, modules), *kinds)):  # code around it may read what it has
-        plain = (name for name in sorted(code.names) if is_value(in_class(kind, name)))
+        plain = (name for name in sorted(code.names_of(kind)) if is_value(in_class(kind, name)))
         code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
     code.named = [(kind, name) for kind, name in code.named if code.reads_of(kind, name)]
     return code
@@ -201,12 +215,33 @@ def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iter
         with contextlib.suppress(ValueError):  # not filled yet
             held |= {name: cell.cell_contents} if name in names.free else {}
             code.cells += [cell] if name in held else []
-    for space, name in _globals(scope, held.values(), names):
+    if not is_installed_code(function.__code__):
+        code.whole.update(_wholes(function, owner, held, names))
+    for space, name in _globals(scope, held.values(), names, code.whole):
         if name in space:
             code.globals.append((space, name))
             yield from code.run_by(space[name], frozenset(names.all))
     run = (one for value in held.values() for one in code.run_by(value, frozenset(names.all)))
     yield from ((found, kind or owner) for found, kind in run)
+
+
+def _wholes(
+    function: types.FunctionType, owner: type | None, held: Mapping[str, Any], names: Names
+) -> Iterator[Any]:
+    """Yield what a function reads under names that cannot be told; see `Code.whole`. What it reads
+    so of the module that it belongs to is noted as it is read.
+    """
+    scope, itself = function.__globals__, tuple[str, ...]()
+    methods = (one for base in bases_of(owner or object) for one in vars(base).values())
+    if names.whole and any(found is function for one in methods for found in _functions(one)):
+        itself = function.__code__.co_varnames[:1]
+    for name in names.whole:
+        if not name:
+            yield None if name is None else id(scope)
+        elif owner is not None and name in itself:
+            yield from () if issubclass(owner, nn.Module) else (owner,)
+        else:
+            yield next((id(space[name]) for space in (held, scope) if name in space), None)
 
 
 def _entered(module: nn.Module) -> Iterator[Entry]:
@@ -219,6 +254,8 @@ def _entered(module: nn.Module) -> Iterator[Entry]:
 def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Yield a value, and what its containers and the user's own objects in it hold."""
     yield value
+    if isinstance(value, LEADS):
+        value = [led_to(value)]
     if isinstance(value, functools.partial):
         value = [value.func, *value.args, *value.keywords.values()]
     held = own_attributes(value) if has_settings(value) else value
@@ -255,14 +292,23 @@ def _is_generated(part: Any) -> bool:
 
 
 def _globals(
-    scope: dict[str, Any], held: Iterable[Any], names: Names
+    scope: dict[str, Any], held: Iterable[Any], names: Names, whole: Set[Any]
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield where each global stands that code reads, those of modules that it names, or holds."""
-    own = [name for name in names.loaded if not isinstance(scope.get(name), types.ModuleType)]
-    yield from ((scope, name) for name in own)
-    for value in (*map(scope.get, names.loaded), *held):
+    loaded = dict.fromkeys((*names.loaded, *(name for name in names.imports if name in scope)))
+    own = [name for name in loaded if not isinstance(scope.get(name), types.ModuleType)]
+    yield from ((scope, name) for name in (*own, *(_data_in(scope) if id(scope) in whole else ())))
+    for value in (*map(scope.get, loaded), *held, *map(sys.modules.get, names.imports)):
         if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
-            yield from ((vars(value), other) for other in names.all if other in vars(value))
+            there = vars(value)
+            yield from ((there, other) for other in names.all if other in there)
+            yield from ((there, one) for one in (_data_in(there) if id(value) in whole else ()))
+
+
+def _data_in(space: Mapping[str, Any]) -> list[str]:
+    """Return the names of data among the globals of a module."""
+    data = [(name, one) for name, one in space.items() if not (name[:2] == "__" or callable(one))]
+    return [name for name, one in data if is_value(one) or has_settings(one)]
 
 
 def is_value(value: Any) -> bool:
@@ -280,9 +326,10 @@ def in_class(owner: type, name: str) -> Any:
 
 
 def bases_of(owner: type) -> list[type]:
-    """Return a class and its bases, up to PyTorch's own, or Python's."""
+    """Return a class and its bases, up to PyTorch's own, or Python's, and its metaclass."""
     ends = (nn.Module, object)
-    return list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
+    bases = list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
+    return bases + [base for base in type.mro(type(owner))[:-2] if not is_installed(base)]
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -332,8 +332,6 @@ class Copier:
 
     def _builtin_method(self, value: types.BuiltinMethodType) -> Any:
         owner = value.__self__
-        if is_outside(value):
-            return Uncopied(value.__name__)
         if owner is None or isinstance(owner, types.ModuleType | type):
             return value
         new = self(owner)

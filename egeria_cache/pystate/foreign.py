@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import builtins
 import contextlib
 import ctypes
 import enum
@@ -178,7 +177,6 @@ def is_outside(value: Any) -> bool:
         isinstance(value, (*MEMORY, memoryview, mmap.mmap, threading.local))
         or (hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"))
         or cls.__module__ in _OUTSIDE
-        or value is builtins.open
     )
 
 

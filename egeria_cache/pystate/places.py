@@ -6,6 +6,7 @@ dict of them; a container, an array or a generator as a copy of its content.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import random
@@ -38,7 +39,7 @@ from egeria_cache.pystate.prints import array_print, tensor_print
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
-LEADS = ContextVar, weakref.ref
+LEADS: tuple[type, ...] = ContextVar, weakref.ref, weakref.ProxyType, weakref.CallableProxyType
 """Lead to something else."""
 NUM_SEEN, NUM_FIRST = 256, 4096
 """Items of a long list or array that a glance sees, here and there; of another container."""
@@ -46,8 +47,12 @@ SMALL_BYTES = 1 << 16
 """Up to this size it sees all of an array."""
 
 
-def led_to(value: ContextVar[Any] | weakref.ref[Any]) -> Any:
+def led_to(value: Any) -> Any:
     """Return what one of `LEADS` leads to; None if that is nothing."""
+    if isinstance(value, weakref.ProxyTypes):
+        with contextlib.suppress(ReferenceError):
+            return value.__repr__.__self__
+        return None
     return value.get(None) if isinstance(value, ContextVar) else value()
 
 

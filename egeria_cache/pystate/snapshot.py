@@ -27,7 +27,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home
 from egeria_cache.pystate.ahead import ahead, same_content
 from egeria_cache.pystate.bytecode import globals_of, is_installed_code
-from egeria_cache.pystate.copier import ITERATORS, Copier, Uncopied, iterator_copy
+from egeria_cache.pystate.copier import ITERATORS, Copier, iterator_copy
 from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
@@ -272,10 +272,7 @@ class Snapshot:
         copied = _out_of_reach if is_reached else iterator_copy
         if isinstance(kept, list):
             return [copied(value) for value in kept]
-        lent = {name: copied(value) for name, value in kept.items()}
-        if isinstance(place, Names) and is_reached and "open" in place.names:
-            lent.setdefault("open", Uncopied("open"))
-        return lent
+        return {name: copied(value) for name, value in kept.items()}
 
     def _keep(self, place: Place) -> list[tuple[str, Any]]:
         """Keep what a place holds; return what that is."""

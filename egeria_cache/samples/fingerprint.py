@@ -36,7 +36,7 @@ NUM_SAMPLES = 32
 NUM_AGAIN = 2
 """Samples that are read again at the start of an epoch, in turns."""
 MAX_ASKED = 2
-"""How often samples are asked about one thing that moves, before it is known to decide none."""
+"""How often samples are asked at once about one thing that moves; then as time allows."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
 FREE_S = 0.05
@@ -160,7 +160,7 @@ class Fingerprint:
         if has_moved := quick.has_moved():
             self._glance = quick = Portrait(self._roots, thorough=False)
         started = time.perf_counter()
-        sees_all = midway and quick.is_whole
+        sees_all = midway and quick.is_whole and not has_moved
         is_due = not sees_all and started >= self._next_full
         if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
@@ -168,7 +168,7 @@ class Fingerprint:
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
         if surely:
             return surely[0]
-        moved = before.differences(full, left_out)
+        moved = before.differences(full, self._shown.moved if is_due else left_out)
         self._portraits = quick, full
         what = None
         if moved and self._gives_others():
@@ -187,7 +187,7 @@ class Fingerprint:
 
     @property
     def _left_out(self) -> frozenset[str]:
-        """Paths that decide no sample, as loading has shown, or asking for samples has."""
+        """Paths that decide no sample, as loading has shown, or asking for samples has so far."""
         return self._shown.moved | {
             path for path, times in self._asked.items() if times >= MAX_ASKED
         }

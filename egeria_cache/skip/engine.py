@@ -476,7 +476,7 @@ class SkipEngine:
         if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
         rows, why = capture.rows(), capture.deviation
-        if rows is not None and not replay.alike(rows, outcome.rows):
+        if rows is not None and not replay.alike(rows, outcome.rows, plan.coarsest):
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
 
@@ -612,7 +612,7 @@ class SkipEngine:
                 known = growth[name].blanked(known, of_these, surely=True)
             alike = computed.shape == known.shape and computed.dtype == known.dtype
             error = gap(computed, known) if alike else torch.tensor(torch.inf)
-            about = call.batch, mask, name, source.boundary, tolerance(computed)
+            about = call.batch, mask, name, source.boundary, tolerance(computed, source.coarsest)
             self._audits.ask(error, about)
         return True
 

@@ -1,7 +1,9 @@
 """What the prefix is, changes though no tensor does: numbers, objects, modes, counts."""
 
+import dataclasses
 import functools
 import types
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -12,7 +14,17 @@ from torch.nn import functional as F
 from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
-from tests.hostile.places import COUNTERS, ELSEWHERE, HELD, REPLACED, TABLE, Config, cell, scale
+from tests.hostile.places import (
+    COUNTERS,
+    ELSEWHERE,
+    HELD,
+    REPLACED,
+    TABLE,
+    Config,
+    cell,
+    scale,
+    set_scale,
+)
 
 # ---- a number that the front reads, wherever it lies ------------------------------------------
 
@@ -170,6 +182,26 @@ def put_k(at, k):
     at.k = k
 
 
+def of_the_table(k):
+    return None
+
+
+def put_table(at, k):
+    TABLE["scale"] = k
+
+
+def put_there(at, k):
+    import tests.hostile.places as there
+
+    there.NUMBER = k
+
+
+def imported(at):
+    from tests.hostile.places import NUMBER
+
+    return NUMBER
+
+
 class Scaling(torch.autograd.Function):
     k = 1.0
 
@@ -180,6 +212,42 @@ class Scaling(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * Scaling.k
+
+
+@torch.library.custom_op("hostile::scaled", mutates_args=())
+def scaled_by_an_operator(x: torch.Tensor) -> torch.Tensor:
+    return x * Scaling.k
+
+
+class Meta(type):
+    k = 1.0
+
+    @property
+    def read(cls):
+        return cls.k
+
+    def __len__(cls):
+        return int(cls.k)
+
+
+class Classed(metaclass=Meta):
+    pass
+
+
+def put_meta(at, k):
+    Meta.k = k
+
+
+class Hashed(Config):
+    __hash__ = object.__hash__
+
+
+KEPT = Hashed()
+
+
+def kept_object(k):
+    set_scale(KEPT, k)
+    return KEPT
 
 
 NAMED = {
@@ -210,9 +278,62 @@ NAMED = {
     "a function of autograd": (
         lambda k: put_k(Scaling, k) or Scaling, lambda at: at.apply(torch.ones(1)), put_k,
     ),
+    "a metaclass": (lambda k: put_k(Meta, k) or Classed, lambda at: at.read * len(at), put_meta),
+    "a weak proxy": (lambda k: weakref.proxy(kept_object(k)), scale, set_scale),
+    "the key of a weak table": (
+        lambda k: weakref.WeakKeyDictionary({kept_object(k): None}),
+        lambda at: next(iter(at)).scale, lambda at, k: set_scale(next(iter(at)), k),
+    ),
+    "an operator of torch's library": (
+        lambda k: put_k(Scaling, k), lambda at: torch.ops.hostile.scaled(torch.ones(1)),
+        lambda at, k: put_k(Scaling, k),
+    ),
     "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip
 """What code of the front names, of any kind."""
+
+
+UNTOLD = {
+    "all of an object": (Config, lambda at: sum(vars(at).values()), put_k),
+    "a computed attribute": (Config, lambda at: getattr(at, "".join("k")), put_k),
+    "the dict of an object": (Config, lambda at: at.__dict__.get("".join("k")), put_k),
+    "a copy of a data class": (Config, lambda at: dataclasses.asdict(at)["scale"], set_scale),
+    "evaluated": (of_the_table, lambda at: eval("TABLE")["scale"], put_table),
+    "a computed global": (of_the_table, lambda at: globals()["".join("TABLE")]["scale"], put_table),
+    "a text of the globals": (of_the_table, lambda at: globals()["TABLE"]["scale"], put_table),
+    "imported in the call": (lambda k: put_there(None, k), imported, put_there),
+}
+"""Reads under a name that the code does not tell."""
+
+
+@hostile(over=UNTOLD, cases=3)
+def test_what_is_read_without_its_name_is_watched_as_a_whole(run, make, read, write):
+    at = make(1.0)
+    write(at, 1.0)
+    try:
+        changed(run, lambda m: write(at, 2.0), layered(lambda layer, h: h * read(at)))
+    finally:
+        write(at, 1.0)
+
+
+TOLD = {
+    "of an object": lambda m, at: at.scale * getattr(at, "scale", len(m.early.weight[0])),
+    "of the model": lambda m, at: at.scale * m.get_submodule("".join(("ear", "ly"))).k,
+    "of a library": lambda m, at: getattr(torch, "".join("ones"))(1) * at.scale,
+    "of the globals": lambda m, at: at.scale * globals()["TABLE"]["scale"] * ("x" not in globals()),
+}
+
+
+@hostile(over=TOLD, silent=True)
+def test_names_that_are_told_leave_the_rest_alone(run, read):
+    at = Config()
+    model = net(front=lambda m, x: Net.front(m, x * read(m, at)))
+    model.early.k = 1.0
+
+    def each_step(model, step):
+        at.step = model.step = step
+
+    trained(run, model=model, epochs=4, each_step=each_step)
 
 
 class Unit(nn.Dropout):
@@ -338,6 +459,14 @@ def test_a_number_of_a_module_that_a_closure_holds(run):
     module.scale = 1.0
     front = lambda m, x: Net.front(m, x * module.scale)  # noqa: E731
     changed(run, lambda m: setattr(module, "scale", 2.0), net(front=front))
+
+
+@hostile(told="open")
+def test_a_file_that_the_front_reads_by_its_path(run):
+    path = run.directory.with_suffix(".scale")
+    path.write_text("1.0")
+    front = lambda m, x: Net.front(m, x * float(path.read_text()))  # noqa: E731
+    changed(run, lambda m: path.write_text("2.0"), net(front=front))
 
 
 class Elsewhere:
@@ -472,11 +601,16 @@ def test_another_default_dtype_for_what_the_front_makes(run):
         torch.set_default_dtype(torch.float32)
 
 
-def mixed(model, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        h = model.early(x)
-        with torch.autocast("cpu", enabled=False):
-            return model.middle(torch.tanh(h.float()))
+@hostile(over={str(kind): kind for kind in (torch.float32, torch.bfloat16)}, served=True)
+def test_a_boundary_of_more_digits_than_what_leads_to_it(run, kind):
+
+    def front(model, x):
+        h = torch.tanh(model.early(x.to(kind))).double()
+        return model.middle(h).float()
+
+    model = net(front=front)
+    model.early.to(kind), model.middle.double()
+    trained(run, model=model)
 
 
 # ---- counts and schedules ---------------------------------------------------------------------

@@ -115,7 +115,7 @@ def check_rows(
         spec, value = plan.tensor_spec(slot), traced.leaf(*slot)
         for part, rows, a, b in _in_company(traced, spec, slot, parts):
             error = difference(a, b)
-            if error > tolerance(value):
+            if error > tolerance(value, plan.coarsest):
                 if trace is not None and trace.draws:
                     raise BoundaryError.impure(plan.boundary, trace.describe_draws())
                 raise _blame(traced, parts, plan, error)
@@ -142,7 +142,7 @@ def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
                 value = step.constants.get(j)
                 if value is not None:
                     error = difference(value, other)
-                    if error > tolerance(value):
+                    if error > tolerance(value, plan.coarsest):
                         raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
                 elif isinstance(known, PLAIN) and (
                     type(other) is not type(known) or known != other
@@ -156,7 +156,7 @@ def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
 def same_parts(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> bool:
     """Whether what is cached is the same in two runs on the same rows."""
     pairs = ((a.leaves[i][j], b.leaves[i][j]) for i, j in plan.slots().values())
-    return all(difference(x, y) <= tolerance(x) for x, y in pairs)
+    return all(difference(x, y) <= tolerance(x, plan.coarsest) for x, y in pairs)
 
 
 _Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
@@ -245,6 +245,6 @@ def _blame(
     for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves):
             for _, _, a, b in _in_company(traced, spec, (i, j), parts):
-                if (here := difference(a, b)) > tolerance(traced.leaf(i, j)):
+                if (here := difference(a, b)) > tolerance(traced.leaf(i, j), plan.coarsest):
                     return BoundaryError.mixes_samples(plan.boundary, step.name, here)
     return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)

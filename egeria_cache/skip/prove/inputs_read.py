@@ -90,6 +90,7 @@ def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Modul
     plan.others = seen.others
     read_of = {id(module) for module in plan.not_skipped}
     plan.moving = [pair for pair in moving if id(pair[0]) in read_of]
+    plan.operators = {} if seen.trace is None else seen.trace.operators
     plan.until = {} if seen.trace is None else seen.trace.until
     plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
     plan.objects = {

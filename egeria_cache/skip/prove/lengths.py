@@ -235,7 +235,7 @@ def _check_samples(
             pairs = zip(*parts, strict=True)
         for x, y in pairs:
             error = difference(x, y)
-            if error > tolerance(x):
+            if error > tolerance(x, plan.coarsest):
                 name = plan.steps[slot[0]].name
                 raise PaddingError.reads_padding(plan.boundary, repr(name), error)
 
@@ -249,18 +249,18 @@ def _cuttable(plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]])
         for j, value in step.constants.items():
             others = [part.leaves[i][j] for _, part, _ in parts]
             if (i, j) in plan.growth.rules:
-                if all(_begins_alike(value, other) for other in others):
+                if all(_begins_alike(value, other, plan.coarsest) for other in others):
                     yield i, j
                 continue
             for other in others:
                 error = difference(value, other)
-                if error > tolerance(value):
+                if error > tolerance(value, plan.coarsest):
                     raise PaddingError.reads_padding(plan.boundary, repr(step.name), error)
 
 
-def _begins_alike(a: Tensor, b: Tensor) -> bool:
+def _begins_alike(a: Tensor, b: Tensor, coarsest: float) -> bool:
     shared = tuple(slice(0, min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
-    return difference(a[shared], b[shared]) <= tolerance(a)
+    return difference(a[shared], b[shared]) <= tolerance(a, coarsest)
 
 
 def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:
@@ -325,7 +325,7 @@ def find_output_axes(traced: TracedBatch, plan: ReplayPlan, outputs: Sequence[li
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             continue
         a, b, c = leaves
-        if a.shape != b.shape or (_same(b, c) and difference(a, b) <= tolerance(a)):
+        if a.shape != b.shape or (_same(b, c) and difference(a, b) <= tolerance(a, plan.coarsest)):
             continue
         axis = _axis_of((a, b, c), growth, lengths, traced.size)
         if axis is None:

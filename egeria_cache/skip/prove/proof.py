@@ -39,7 +39,7 @@ from egeria_cache.skip.prove.traced_batch import (
     with_made_up,
 )
 from egeria_cache.skip.serve.call import PLAIN
-from egeria_cache.skip.serve.compare import difference, same_content, tolerance
+from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -68,8 +68,9 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
     seen = observe(traced)
-    repeats = Repeats(traced, seen.others)
-    trace, few = seen.trace, list(_few_rows(traced, seen.trace))
+    repeats, trace = Repeats(traced, seen.others), seen.trace
+    traced.coarsest = coarseness(() if trace is None else trace.dtypes)
+    few = list(_few_rows(traced, trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
         parts += [recompute(traced, [traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
@@ -181,8 +182,9 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
     if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
         last.cached.add(tensors[0])
     return ReplayPlan(
-        traced.boundary, steps, traced.ancestors, traced.names, traced.surroundings, copies=True
-    )
+        traced.boundary, steps, traced.ancestors, traced.names, traced.surroundings, copies=True,
+        coarsest=traced.coarsest,
+    )  # fmt: skip
 
 
 def _describe(
@@ -225,7 +227,7 @@ def _same_samples(
     """Whether `b` holds these rows of the batch as `a` does."""
     at = [k for k, row in enumerate(rows) if row < traced.size]
     known, seen = spec.to_rows(a)[[rows[k] for k in at]], spec.to_rows(b)[at]
-    return difference(known, seen) <= tolerance(a)
+    return difference(known, seen) <= tolerance(a, traced.coarsest)
 
 
 def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
@@ -492,7 +494,7 @@ def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             error = difference(*compared(a, b, axes.get(i), traced.call.batch.lengths))
-            if error > tolerance(a):
+            if error > tolerance(a, traced.coarsest):
                 raise BoundaryError.not_proved(
                     traced.boundary,
                     f"the output differs by {error:.3g}: something reaches the active part without "

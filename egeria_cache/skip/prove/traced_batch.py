@@ -114,6 +114,8 @@ class TracedBatch:
     counted: list[Moved] = field(init=False)
     """What it has written outside of the model, as far as that can be put ahead."""
     after: World = field(init=False)
+    coarsest: float = 0.0
+    """The `coarseness` of all that the prefix computes with."""
     num_runs: int = 0
     """How often the prefix was run again; each run draws other random numbers."""
     common: ModelCopy | None = None

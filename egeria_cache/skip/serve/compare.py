@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,19 +25,29 @@ _COARSE = 1e-3
 """Of float32 on an accelerator, whose kernels may round what they multiply to ten bits."""
 
 
-def tolerance(tensor: Tensor, *, as_stored: bool = False) -> float:
+def coarseness(dtypes: Iterable[torch.dtype]) -> float:
+    """Return what the coarsest of some dtypes leaves open."""
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+
+def tolerance(tensor: Tensor, coarsest: float = 0.0, *, as_stored: bool = False) -> float:
     """Return the largest acceptable `difference` of results; integers must be equal.
 
     Args:
         tensor: A result, just computed: it may be as coarse as what autocast made on the way.
+        coarsest: The `coarseness` of all that it was computed with.
         as_stored: By its own dtype alone: what differs by more may be rounding, or may not.
     """
     own = _TOLERANCE.get(tensor.dtype, 0.0)
-    if as_stored or tensor.dtype != torch.float32:
+    if as_stored or not own:
         return own
+    if tensor.dtype != torch.float32:
+        return max(own, coarsest)
     kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
     coarse = [_COARSE] if runs_late(tensor.device) else []
-    return max([own, *coarse, *(_TOLERANCE[torch.get_autocast_dtype(kind)] for kind in kinds)])
+    return max(
+        [own, coarsest, *coarse, *(_TOLERANCE[torch.get_autocast_dtype(kind)] for kind in kinds)]
+    )
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -84,6 +84,10 @@ class ReplayPlan:
     """Offset of the call, in code around the boundary, that it returns from; see `Code.until`."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What the model counts outside of itself, and no activation depends on; see `Code.unread`."""
+    operators: dict[str, Any] = field(default_factory=dict)
+    """Operators of the user's own that it runs, by name."""
+    coarsest: float = 0.0
+    """The `coarseness` of all that the prefix computes with."""
     grad_mode: bool | None = None
     """Whether autograd recorded when it was proved; None if that does not matter."""
     profile: tuple[Step, ...] = ()
@@ -194,7 +198,7 @@ class ReplayPlan:
         for _, module, names in self.around():
             own = watched_attributes(module)
             kept += [own[name] for name in names if name in own]
-        return kept
+        return [*kept, *(vars(one) for one in self.operators.values())]
 
     def surrounds(self, module: nn.Module) -> bool:
         """Whether the boundary is called from within `module`, which may be a step as well."""

@@ -272,10 +272,11 @@ def full(forward: Forward, plan: ReplayPlan, call: Invocation) -> tuple[Any, Cap
         return forward(*args, **kwargs), capture
 
 
-def alike(rows: Rows, proved: Rows | None) -> bool:
+def alike(rows: Rows, proved: Rows | None, coarsest: float) -> bool:
     """Whether the model gave what its copies did when the cut was proved."""
     return proved is None or all(
-        difference(known, rows[name]) <= tolerance(known) for name, known in proved.items()
+        difference(known, rows[name]) <= tolerance(known, coarsest)
+        for name, known in proved.items()
     )
 
 

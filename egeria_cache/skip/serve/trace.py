@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -77,6 +78,10 @@ class PrefixTrace(TorchDispatchMode):
         are detached, compared, read into Python, or used under `no_grad`."""
         self.draws: dict[int, list[Draw]] = {}
         """Step -> its draws."""
+        self.operators: dict[str, Any] = {}
+        """Those of the user's own, by name."""
+        self.dtypes = set[torch.dtype]()
+        """Those of all tensors that took part."""
         self.branches = False
         """Whether values were read into Python, where they may decide what runs."""
         self.until: dict[CodeType, int] = {}
@@ -132,6 +137,9 @@ class PrefixTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             self._note(tensor, is_followed=self._is_followed(func, tensor))
+            self.dtypes.add(tensor.dtype)
+        if (own := OPDEFS.get(func._schema.name)) is not None:
+            self.operators[func._schema.name] = own
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
         if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):

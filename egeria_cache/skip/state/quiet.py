@@ -7,12 +7,15 @@ interrupt leaves behind does nothing.
 
 from __future__ import annotations
 
+import builtins
+import io
 import logging
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import is_library
+from egeria_cache.pystate import is_installed_code, is_library
 
+_OPENERS = ("pathlib", "pathlib._local", "codecs", "gzip", __name__)
+"""Modules of Python's that open what they are given."""
 _IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
 
 
@@ -51,6 +56,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for name in ("stdout", "stderr"):
             _mute(name, stack)
         _mute_loggers(stack)
+        _open_nothing(stack)
         _unhook_saving(stack)
         _leave_modes(stack)
         # In place: `catch_warnings` would forget what was said once.
@@ -79,6 +85,33 @@ def _mute_loggers(stack: ExitStack) -> None:
 
     stack.callback(setattr, logging.Logger, "handle", heard)
     logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+
+
+def _open_nothing(stack: ExitStack) -> None:
+    """What is read or written by each run again is no part of it: neither `open` nor a path opens
+    anything for code of the user's.
+    """
+    opens = builtins.open
+    if opens.__module__ == __name__:
+        return
+
+    def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if _IS_BESIDE.get() and _is_users_call(sys._getframe(1)):
+            raise BoundaryError(
+                "open cannot be copied, so that a dry run would use it up; "
+                "keep it out of the model's forward"
+            )
+        return opens(file, *args, **kwargs)
+
+    for module in (builtins, io):
+        stack.callback(setattr, module, "open", opens)
+        module.open = opened  # type: ignore[attr-defined]
+
+
+def _is_users_call(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") in _OPENERS:
+        frame = frame.f_back
+    return frame is not None and not is_installed_code(frame.f_code)
 
 
 def _leave_modes(stack: ExitStack) -> None:

@@ -151,7 +151,8 @@ class _Layout:
             if not isinstance(value, tuple):
                 self.live.append((where, value))
             self._num += len(value)
-            for item in list(_values(value)):
+            keys = list(value) if isinstance(value, dict) else ()
+            for item in [*keys, *_values(value)]:
                 self.look_into(where, item, depth - 1)
         elif isinstance(value, MethodType):
             self.look_into(where, value.__self__, depth)
@@ -221,8 +222,8 @@ class _Layout:
         read = [key for key in own if (id(module), key) not in self._apart]
         if len(read) == len(own):
             self.live.append((where, own))
-            read = ["training"] if id(module) in self._code.others else []  # nobody holds it
-        self.looks += ((f"{where}.{key}", _item(own, key)) for key in read)
+        else:
+            self.looks += ((f"{where}.{key}", _item(own, key)) for key in read)
 
 
 def _values(container: Any) -> Any:
