@@ -21,9 +21,6 @@ from egeria_cache.skip.serve.plan import ReplayPlan
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12
 
-Attribute = tuple[nn.Module, str, str]
-"""(the user's module, attribute, "writes to" or "leaves behind")"""
-
 
 class Repeats:
     """The prefix three times on one copy of the model: twice on the same rows, then on others.
