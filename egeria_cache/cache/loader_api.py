@@ -75,6 +75,11 @@ class LoaderApi:
         """Whether what the model computes for a loader may be stored."""
 
     @property
+    def num_calls(self) -> int:
+        """How often the model was called so far."""
+        return self._counters.num_calls
+
+    @property
     def boundary(self) -> str | None:
         """The last frozen module; None if nothing is; "auto" until the first call finds it."""
         return "auto" if self._status.is_sought else self._status.boundary

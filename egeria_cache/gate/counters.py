@@ -147,6 +147,8 @@ class Counters:
     def __init__(self) -> None:
         """Start at zero."""
         self.counts = CacheStats()
+        self.num_calls = 0
+        """Of the model."""
         self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
         """Batches that were given out last, and the model was not called yet."""
         self._num_unseen = 0
@@ -202,6 +204,7 @@ class Counters:
 
     def model_called(self) -> None:
         """Note that the model was called with a batch."""
+        self.num_calls += 1
         self._given.clear()
         if self._steps is not None:
             self._steps.remove()

@@ -182,7 +182,7 @@ class ServingPolicy:
     def sentence(self, boundary: str | None) -> str:
         """Say in words what was decided under this boundary, for the statistics."""
         found = {loader: f"postponed: {why}" for loader, why in self.idle.items()}
-        for (loader, at), timer in self._timers.items():
+        for (loader, at), timer in sorted(self._timers.items(), key=lambda one: one[1].num_served):
             if at == boundary and loader not in self.idle:
                 how = "off" if loader in self.stopped else "on"
                 found[loader] = f"{how}: {self.stopped.get(loader) or timer.verdict[1]}"

@@ -46,12 +46,15 @@ class StepTimer:
         self._computed_s = 0.0
         """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
         are of few steps."""
-        self._num_warm = 0
+        self._warm: list[float] = []
+        """What the first steps took, of a sample."""
         self._was_computed = True
         """The last step."""
-        self._num_planned = self._num_served = 0
+        self._num_planned = self.num_served = 0
         self._num_samples = self._spent_s = 0.0
-        """Of all steps but those that warm up."""
+        """Of steps with hits; and what was proved beside in the others."""
+        self._num_captured = 0.0
+        """Samples."""
 
     def step(self, kind: Kind, seconds: float, num_samples: float, *, proof_s: float = 0.0) -> None:
         """Note a whole step.
@@ -63,23 +66,29 @@ class StepTimer:
             proof_s: Part of the seconds that went into proofs and storing: none of it is what a
                 computed step costs.
         """
-        is_warm = self._was_computed or kind not in _COMPUTED
-        self._was_computed = kind in _COMPUTED
-        if self._num_warm < _NUM_WARM:
-            self._num_warm += 1
+        is_computed = kind in _COMPUTED
+        is_warm = self._was_computed or not is_computed
+        self._was_computed = is_computed
+        if len(self._warm) < _NUM_WARM:
+            self._warm.append(max(seconds - proof_s, 0.0) / num_samples)
             self._spent_s += proof_s
             return
-        proof_s = proof_s if kind in _COMPUTED else 0.0  # what serves is paid for by what is served
+        proof_s = proof_s if is_computed else 0.0  # what serves is paid for by what is served
         per_sample = max(seconds - proof_s, 0.0) / num_samples
         if is_warm:
             self._recent.setdefault(kind, deque(maxlen=_RECENT)).append(per_sample)
-        self._num_served += kind == "served"
-        if is_warm and kind in _COMPUTED:
-            self._computed_s = min(median(self._recent[k]) for k in _COMPUTED if k in self._recent)
+        self.num_served += kind == "served"
+        if is_computed:
+            self._spent_s += proof_s
+            self._num_captured += num_samples * (kind == "captured")
+            if is_warm:
+                known = [self._recent[k] for k in _COMPUTED if k in self._recent]
+                self._computed_s = min(map(median, known))
+            return
         if self._computed_s:
             per_sample = min(per_sample, _OUTLIER * self._computed_s)
         self._num_samples += num_samples
-        self._spent_s += per_sample * num_samples + proof_s
+        self._spent_s += per_sample * num_samples
 
     def wants_control(self) -> bool:
         """Whether the batch that is planned now, and would be served, should be computed."""
@@ -89,19 +98,23 @@ class StepTimer:
 
     @property
     def saved_s(self) -> float:
-        """What all steps would have taken if they had been computed, less what they took.
+        """What steps with hits would have taken if they had been computed, less what they took, and
+        less what was proved and stored in the others.
 
         A quarter of the computed steps took less than what is credited for one: their median is
-        7 % above the steps of a run without a cache (benchmarks.short).
+        7 % above the steps of a run without a cache (benchmarks.short). Where all samples were read
+        by then, the first steps tell.
         """
-        computed = [sorted(self._recent[kind]) for kind in _COMPUTED if kind in self._recent]
-        credited_s = min((times[len(times) // 4] for times in computed), default=0.0)
-        return credited_s * self._num_samples - self._spent_s
+        known = {kind: self._recent[kind] for kind in _COMPUTED if kind in self._recent}
+        quarter = {kind: sorted(times)[len(times) // 4] for kind, times in known.items()}
+        credited_s = min(quarter.values(), default=min(self._warm, default=0.0))
+        stored_s = (quarter.get("captured", credited_s) - credited_s) * self._num_captured
+        return credited_s * self._num_samples - self._spent_s - stored_s
 
     @property
     def is_due(self) -> bool:
         """Whether so many were served since the last verdict that it may be another one."""
-        return self._num_served % _BETWEEN_VERDICTS == 0
+        return self.num_served % _BETWEEN_VERDICTS == 0
 
     @property
     def verdict(self) -> tuple[bool, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -73,7 +74,10 @@ class Pass:
         loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
-        self._step: tuple[Plan, float] | None = None
+        self._steps: deque[Plan] = deque(maxlen=2)
+        """Batches that were given out, and their steps not noted: a trainer may ask for the next
+        one before it computes (Accelerate does)."""
+        self._since, self._num_calls = 0.0, 0
         self._times_loading = cache is not None and cache.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         self._assembly.cache = cache
@@ -175,7 +179,11 @@ class Pass:
                     self._loader._note_change_midway(what)
         batch = self._assembly.assemble(plan, loaded)
         self._progress.count(plan.number)
-        self._step = plan, asked
+        if not self._steps:
+            starts = not self._since and not self._loads_here  # workers, as without a cache
+            self._since = asked - (loads if starts else 0.0)
+            self._num_calls = 0 if self._cache is None else self._cache.num_calls
+        self._steps.append(plan)
         if plan.entry is None and self._cache is not None:
             self._cache.took_planning(time.perf_counter() - asked + loads)
         if self._times_loading:
@@ -204,8 +212,7 @@ class Pass:
         There is nothing to plan while nothing is frozen, or proved as yet: the way through the
         inner DataLoader would cost 10 us a batch, a tenth of a cheap one.
         """
-        if self._step is not None:
-            self._note_step()
+        self._note_step()
         indices = self._planner.take_indices()
         if indices is None:
             raise StopIteration
@@ -219,18 +226,19 @@ class Pass:
         return batch
 
     def _note_step(self) -> float:
-        """Tell the cache what the step cost that ends with this call."""
-        now = time.perf_counter()
-        if self._step is not None and self._cache is not None:
-            plan, start = self._step
-            try:
-                self._cache.note_step(
-                    self._source.key, now - start, plan.size or len(plan.ids), plan.entry,
-                    is_control=plan.control is not None,
-                )  # fmt: skip
-            except Exception as error:
-                self._cache.failed(self._source.key, error)
-        self._step = None
+        """Tell the cache what the step cost that ends with this call, if the model was called."""
+        now, cache = time.perf_counter(), self._cache
+        if not self._steps or cache is None or cache.num_calls == self._num_calls:
+            return now
+        plan, seconds = self._steps.popleft(), now - self._since
+        self._since, self._num_calls = now, cache.num_calls
+        try:
+            cache.note_step(
+                self._source.key, seconds, plan.size or len(plan.ids), plan.entry,
+                is_control=plan.control is not None,
+            )  # fmt: skip
+        except Exception as error:
+            cache.failed(self._source.key, error)
         return now
 
     def _note_loading(self, seconds: float) -> None:

@@ -95,6 +95,18 @@ def test_controls_become_ever_rarer():
     assert [at for at, wants in enumerate(planned, 1) if wants] == [16, 17, 64, 65, 256, 257]
 
 
+def timer_of_steps(*steps):
+    """Steps of eight samples: their kind, and seconds a sample."""
+    timer = StepTimer()
+    for kind, seconds in steps:
+        timer.step(kind, 8 * seconds, 8)
+    return timer
+
+
+FEW = [("captured", 9.0), ("captured", 2.0), ("captured", 2.5), ("served", 0.5), ("served", 0.5)]
+SLOW = [*[("computed", 2.0)] * 9, *[("computed", 50.0)] * 5, ("served", 0.5)]
+
+
 @pytest.mark.parametrize(
     ("timer", "saved"),
     [
@@ -103,6 +115,8 @@ def test_controls_become_ever_rarer():
         (timer_of(2.0, 0.5, 10, proof_s=50), 10 * 8 * 1.5 - 50),
         (timer_of(2.0, 0.5, 16, captured=3.0), 16 * 8 * 1.5 - 10 * 8),  # what storing took
         (timer_of(2.0, 0.5, 0, proof_s=50), -50),
+        (timer_of_steps(*FEW), 2 * 8 * 1.5),  # all was stored when the first steps were over
+        (timer_of_steps(*SLOW), 8 * 1.5),  # what is computed is lost to nobody
     ],
 )
 def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
@@ -140,6 +154,19 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
         assert cache.stats().gate == ("on" if serves else "off") + ": it was slower"
         assert "it was slower" in cache.report()
         assert cache.api.may_store(loader.source.key) is serves
+
+
+def test_a_step_is_its_own_batchs_where_the_loop_asks_for_the_next_one_first(tmp_path, monkeypatch):
+    """As Accelerate and the HF Trainer do; evaluations of few batches were stopped."""
+    noted, calls = [], []
+    monkeypatch.setattr(StepTimer, "step", lambda *_, **__: noted.append(len(calls)))
+    with cached(tmp_path, gate="always") as (model, cache):
+        batches = iter(EgeriaLoader(Images(), 8, cache=cache))
+        batch = next(batches)
+        for ahead in batches:
+            calls.append(model(batch[0]))
+            batch = ahead
+    assert noted == [1, 2, 3, 4, 5]
 
 
 def test_an_epoch_ends_with_one_line(tmp_path, caplog):
