@@ -37,6 +37,7 @@ _FORKED = (
 _MAX_SHOWN = 120
 """Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
+_FIGURES = str.maketrans("", "", "0123456789.e-")
 MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
 LOCKED_AHEAD = 4
@@ -503,7 +504,9 @@ class EngineCallbacks:
         by_hand = self._status.set_by_hand and not self._status.is_proved
         if at_first and by_hand and not isinstance(error, BatchError | ParallelError):
             raise error
-        log.warning("training goes on uncached: %s", error)
+        # Other batches may be refused for the same reason, by other figures.
+        if self._status.is_news(self._status.boundary, str(error).translate(_FIGURES)):
+            log.warning("training goes on uncached: %s", error)
 
     def failed(self, error: Exception, batch: Batch | None = None) -> None:
         """What is done beside a call of the model went wrong; the call was computed."""

@@ -501,7 +501,9 @@ class SkipEngine:
         may_be_loops = outcome.has_raised and self.has_run  # its own error: the next call is tried
         if self._auto is None or self._is_evaluation() or may_be_loops:
             return False
-        return self._auto.refuse(held=self.frozen if self.has_run else None)
+        assert outcome.error is not None
+        held = self.frozen if self.has_run else None
+        return self._auto.refuse(spoils=outcome.error.spoils, held=held)
 
     def _is_evaluation(self) -> bool:
         return not self.model.training and any(self._plans.all())

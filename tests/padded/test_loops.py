@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.skip.prove.dry_run import DryRun
 from tests.helpers.sentences import (
     ByTokens,
     Encoder,
@@ -331,6 +332,27 @@ def test_what_reads_padding_is_refused_by_name(directory, what, caplog):
     served = compared(directory, model, Sentences(40), collate, step=step)
     assert served.hits == [0, 0, 0]
     assert told in served.stats.why_not
+    assert caplog.text.count("padded batches are not cached") == 1
+
+
+class Detector(Encoder):
+    """Is given its targets as well, of which each batch has another number."""
+
+    def forward(self, tokens, targets):
+        return super().forward(tokens)
+
+
+def test_a_front_that_reads_padding_is_tried_once(directory, caplog, monkeypatch):
+    tried, of_now = [], DryRun.run
+    monkeypatch.setattr(DryRun, "run", lambda self: (tried.append(self.boundary), of_now(self))[1])
+    model = Detector(masked=False)
+    freeze_front(model, "embed", "layers.0", "layers.1")
+    with ActivationCache(model, directory, boundary="auto", gate="always") as cache:
+        loader = EgeriaLoader(Sentences(40), 8, collate_fn=pad_right, cache=cache)
+        for number, (tokens, labels) in enumerate(loader):
+            targets = [torch.zeros(number + 1, 4) for _ in labels]
+            F.cross_entropy(model(tokens, targets), labels).backward()
+    assert tried == ["layers.1", "embed"]  # `layers.0` was seen to read it, too
     assert caplog.text.count("padded batches are not cached") == 1
 
 

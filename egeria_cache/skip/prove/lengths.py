@@ -219,25 +219,35 @@ def _check_samples(
 ) -> None:
     """Compare what is cached of each sample with what it is in a batch of other lengths."""
     assert plan.growth is not None
-    of_these = lengths.select(np.array(part.rows))
-    for slot in plan.slots().values():
+    shapes, of_these = plan.growth, lengths.select(np.array(part.rows))
+
+    def off(slot: Slot) -> float | None:
+        """Return by how much a sample differs; 0 within the tolerance, None if no rule says how
+        large it is.
+        """
         spec = plan.tensor_spec(slot)
-        there = spec.grown(plan.growth.rules.get(slot, {}), whole)
+        there = spec.grown(shapes.rules.get(slot, {}), whole)
         if there is None:
-            raise _odd(plan, plan.steps[slot[0]].name)
+            return None
         a = spec.to_rows(traced.leaf(*slot))[torch.tensor(part.rows)]
         b = there.to_rows(part.leaves[slot[0]][slot[1]])
-        growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
+        growth = shapes.of_rows(spec, slot)
         pairs: Iterable[tuple[Tensor, Tensor]] = zip(a, b, strict=True)
         if growth is not None:
             sizes = growth.surely(of_these)
-            parts = (PaddedRows(rows, growth.dims, sizes) for rows in (a, b))
-            pairs = zip(*parts, strict=True)
-        for x, y in pairs:
-            error = difference(x, y)
-            if error > tolerance(x, plan.coarsest):
-                name = plan.steps[slot[0]].name
-                raise PaddingError.reads_padding(plan.boundary, repr(name), error)
+            pairs = zip(*(PaddedRows(rows, growth.dims, sizes) for rows in (a, b)), strict=True)
+        found = ((difference(x, y), tolerance(x, plan.coarsest)) for x, y in pairs)
+        return next((error for error, allowed in found if error > allowed), 0.0)
+
+    for slot in plan.slots().values():
+        step, error = plan.steps[slot[0]], off(slot)
+        if error is None:
+            raise _odd(plan, step.name)
+        if error:
+            refused = PaddingError.reads_padding(plan.boundary, repr(step.name), error)
+            others = [(i, j) for i in range(slot[0] + 1) for j in plan.steps[i].rows]
+            refused.spoiled = tuple(plan.steps[i].name for i, j in others if off((i, j)) != 0)
+            raise refused
 
 
 def _cuttable(plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]) -> Iterator[Slot]:

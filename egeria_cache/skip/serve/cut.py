@@ -248,3 +248,9 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         self.single = self.spec.is_leaf()
+
+    @property
+    def rows(self) -> list[int]:
+        """Leaves of the output that have rows for the samples, of a step that is skipped."""
+        leaves = [] if self.run else self.leaves
+        return [j for j, spec in enumerate(leaves) if getattr(spec, "batch_dim", None) is not None]

@@ -258,6 +258,9 @@ Key = tuple[Any, ...]
 
 _MAX_PLANS = 16
 """Signatures of calls (shapes, modes, plain arguments) proved per boundary."""
+_REST = 256
+"""Calls after one on which the model could not be cut, while nothing is proved: as long as that no
+other signature is tried. It doubles each time."""
 _FIRST_WAIT = 2
 """Batches during which the prefix must be still after it changed; doubles each time."""
 _MAX_PARKED = 4
@@ -271,12 +274,13 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: dict[Key, list[ReplayPlan]] = {}
         self._refused: set[Key] = set()
+        self._rest = 0
+        """Calls that are not tried any more."""
         self._num_dry_runs = 0
         self._parked: list[dict[Key, list[ReplayPlan]]] = []
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
         self._wait = _FIRST_WAIT
-        self._num_still = 0
 
     def all(self) -> list[ReplayPlan]:
         """Return the plans for the prefix as it is now."""
@@ -312,6 +316,7 @@ class PlanCache:
     def refuse(self, key: Key) -> None:
         """Try calls of this signature no more; what was proved of some goes on."""
         self._refused.add(key)
+        self._rest = 0 if self._plans else _REST << len(self._refused) - 1
 
     def drop(self, key: Key) -> None:
         """What was proved of calls of this signature does not hold."""
@@ -320,8 +325,17 @@ class PlanCache:
 
     def may_dry_run(self, key: Key) -> bool:
         """Whether another dry run is worth its price; whoever asks and is told so makes one."""
-        if key in self._refused or not self._is_still() or self._num_dry_runs >= _MAX_PLANS:
+        if self._watch is not None:
+            if self._unpark():
+                return False
+            if self._watch.changed() is not None:
+                self._watch.renew()
+                self._rest = self._wait
+        self._rest -= 1
+        if key in self._refused or self._rest >= 0 or self._num_dry_runs >= _MAX_PLANS:
             return False
+        if self._watch is not None:
+            self._watch, self._wait = None, min(2 * self._wait, 1024)
         self._num_dry_runs += 1
         return True
 
@@ -331,7 +345,7 @@ class PlanCache:
         for plan in kept:
             self.add(plan)
         self._refused.clear()
-        self._num_dry_runs = 0
+        self._num_dry_runs = self._rest = 0
         self._watch, self._wait = None, _FIRST_WAIT
 
     def park(self, guard: PrefixGuard) -> bool:
@@ -344,7 +358,7 @@ class PlanCache:
         self._refused.clear()
         if self._unpark():
             return True
-        self._watch, self._num_still = guard.anew(), 0
+        self._watch, self._rest = guard.anew(), self._wait
         return False
 
     def forget_parked(self) -> None:
@@ -360,17 +374,3 @@ class PlanCache:
                 self._plans, self._watch = parked, None
                 return True
         return False
-
-    def _is_still(self) -> bool:
-        """Whether the prefix has not changed for a while, since it did."""
-        if self._watch is not None:
-            if self._unpark():
-                return False
-            if self._watch.changed() is not None:
-                self._watch.renew()
-                self._num_still = 0
-            self._num_still += 1
-            if self._num_still <= self._wait:
-                return False
-            self._watch, self._wait = None, min(2 * self._wait, 1024)
-        return True
