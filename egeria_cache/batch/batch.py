@@ -85,6 +85,8 @@ class Batch:
                 depend on them.
             why_mixed: Why that is so.
         """
+        self.was_computed = False
+        """Whether the model was called with it where a cut is known."""
         self.ids = ids
         self.size = len(ids)
         self.draws = np.asarray(draws, np.int64)

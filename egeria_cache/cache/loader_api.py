@@ -27,8 +27,8 @@ from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
 _BESIDE = (
-    "its batches are loaded in another thread than that which trains, and the two share their "
-    "random generators; give it num_workers=1 or more"
+    "its batches are loaded in another thread than that which has trained so far, and the two "
+    "share their random generators; give it num_workers=1 or more"
 )
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""

@@ -12,6 +12,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 from egeria_cache.pystate.bytecode import attributes_of, is_installed_code, names_in
 from egeria_cache.pystate.code import (
     Code,
+    attributes_held,
     bases_of,
     found_in,
     has_settings,
@@ -65,6 +66,7 @@ __all__ = [
     "Snapshot",
     "StandIn",
     "array_print",
+    "attributes_held",
     "attributes_of",
     "bases_of",
     "describe",

@@ -94,7 +94,7 @@ class Code:
         for function in self.functions.values():
             total.update(code_text(function.__code__))
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
-            total.update(describe(vars(function)) if vars(function) else b"")
+            total.update(describe(attributes_held(function)))
         for scope, name in self.globals:
             total.update(name.encode() + self._describe(scope.get(name)))
         for owner, name in self.named:
@@ -251,6 +251,16 @@ def _entered(module: nn.Module) -> Iterator[Entry]:
         yield from ((found, type(module)) for one in both for found in _functions(one))
 
 
+def attributes_held(function: types.FunctionType) -> dict[str, Any]:
+    """Return the attributes of a function; of one that a library wraps around another, but for
+    what is its own, a memo say.
+    """
+    own = vars(function)
+    if not own or not is_installed_code(function.__code__):
+        return own
+    return {name: part for name, part in own.items() if not name.startswith("_")}
+
+
 def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Yield a value, and what its containers and the user's own objects in it hold."""
     yield value
@@ -259,8 +269,14 @@ def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         value = [value.func, *value.args, *value.keywords.values()]
     held = own_attributes(value) if has_settings(value) else value
-    if depth and isinstance(held, list | tuple | dict) and len(held) <= _MAX_HELD:
-        for one in list(held.values() if isinstance(held, dict) else held):
+    if isinstance(value, types.FunctionType):
+        held = attributes_held(value)
+    if (
+        depth
+        and isinstance(held, list | tuple | dict | types.MappingProxyType)
+        and len(held) <= _MAX_HELD
+    ):
+        for one in list(held if isinstance(held, list | tuple) else held.values()):
             yield from found_in(one, depth - 1)
 
 

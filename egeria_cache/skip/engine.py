@@ -56,6 +56,7 @@ _MAX_EVEN = 8
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
 _ALL_NEW = "no call came with the arguments of one before it"
+_KEPT = "the loop keeps batches that came before anything was stored, and gives them again"
 _TRANSFORMED = (
     "the model is called within `torch.func` (vmap, grad) or under a mode that changes operations, "
     "and never without"
@@ -380,7 +381,7 @@ class SkipEngine:
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._unserved.served(but=_ALL_NEW)
+        self._unserved.served(but=_KEPT if call.batch.was_computed else _ALL_NEW)
         self._running["call"].key = key
         is_plain = call.batch.entry is None and not call.batch.may_be_stored
         if is_plain and self._is_held:
@@ -388,7 +389,6 @@ class SkipEngine:
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
             return self._first(key, call)
-        self._unserved.served()
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
         entry = call.batch.entry
@@ -405,6 +405,11 @@ class SkipEngine:
             entry = self.host.entry_at(call.batch, plan.cut)
             source = None if entry is None else here
         awaits = plan.growth is not None and self._awaits_proof(plan)
+        if entry is None and call.batch.was_computed:
+            self._unserved.note(_KEPT, of=call.batch.ids)
+        else:
+            self._unserved.served()
+        call.batch.was_computed = True
         if entry is None or source is None or awaits:
             return self._miss(plan, call)
         try:
@@ -962,6 +967,8 @@ class SkipEngine:
 
 def _with_remedy(why: str) -> tuple[str, str]:
     """Return why calls come plain, with the line if that helps, and what to do about it."""
+    if why is _KEPT:
+        return why, "Ask the loader for every epoch"
     if why != WANTS_GRADIENT:
         return why, _AS_THEY_COME
     return f"{why} (the model is called at {user_line()})", (

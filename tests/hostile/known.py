@@ -20,7 +20,7 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
     },
     f"{LOADERS}[cycled]": (
         WithoutAWord,
-        "a batch that is kept is not looked up again, and was loaded before anything was stored",
+        "that batches are kept is said when the third of them comes again, which is later",
     ),
     "test_a_batch_written_in_every_epoch_is_what_the_model_sees[a method]": (
         WithoutAWord, "what is done to batches in another way each time is told from the fifth on",

@@ -219,6 +219,13 @@ def scaled_by_an_operator(x: torch.Tensor) -> torch.Tensor:
     return x * Scaling.k
 
 
+def dispatching():
+    """Return a function that keeps in a memo which class of argument leads where."""
+    found = functools.singledispatch(lambda x: None)
+    found.register(float, lambda x: x * Scaling.k)
+    return found
+
+
 class Meta(type):
     k = 1.0
 
@@ -287,6 +294,9 @@ NAMED = {
     "an operator of torch's library": (
         lambda k: put_k(Scaling, k), lambda at: torch.ops.hostile.scaled(torch.ones(1)),
         lambda at, k: put_k(Scaling, k),
+    ),
+    "what is dispatched to": (
+        lambda k: put_k(Scaling, k) or dispatching(), lambda at: at(1.0), lambda at, k: put_k(Scaling, k),
     ),
     "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip

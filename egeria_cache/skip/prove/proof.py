@@ -203,7 +203,7 @@ def _describe(
         return spec and _in_blocks(traced, spec, a, parts)
     if isinstance(a, PLAIN):
         return a  # that it is always the same is looked at in the end: `check_constants`
-    return Unavailable(frozenset({Source("step", name)}))
+    return Unavailable(frozenset({Source("step", name, made=type(a).__qualname__)}))
 
 
 def _in_blocks(

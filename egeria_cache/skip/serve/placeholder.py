@@ -13,7 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +39,8 @@ class Source:
     """Which leaf of the call, or which step."""
     leaf: int = -1
     """Which leaf of a step's output."""
+    made: str = ""
+    """The class of an object there, of whose parts nobody can tell."""
 
 
 class Escape(BoundaryError):  # noqa: N818
@@ -51,7 +53,13 @@ class Escape(BoundaryError):  # noqa: N818
         """Name one of the sources, and remember all."""
         sources = frozenset(sources)
         names = sorted(s.name for s in sources if s.kind != "trainable") or ["?"]
-        error = cls(str(BoundaryError.escaped(names[0], consumer)))
+        text = str(BoundaryError.escaped(names[0], consumer))
+        for made in {source.made for source in sources if source.made}:
+            text += (
+                f". What is made there, a {made!r}, can be stored where PyTorch knows its parts: "
+                "as a tuple or a dict, or by `torch.utils._pytree.register_dataclass`"
+            )
+        error = cls(text)
         error.sources = sources
         return error
 
@@ -223,6 +231,10 @@ class Unavailable:
         if name.startswith("__"):
             raise AttributeError(name)
         raise Escape.at(self._sources, f".{name}")
+
+    def at(self, index: int, leaf: int) -> Unavailable:
+        """Return another one, as that leaf of that step's output."""
+        return Unavailable(frozenset(replace(s, index=index, leaf=leaf) for s in self._sources))
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise Escape.at(self._sources, "the caller")

@@ -242,8 +242,10 @@ class ReplayRun:
             if isinstance(leaf, TensorSpec):
                 meta = leaf.empty(self.batch_size, torch.device("meta"))
                 leaves.append(Placeholder.like(meta, leaf.device, sources, self.scene))
+            elif isinstance(leaf, Unavailable):
+                leaves.append(leaf.at(index, j))
             else:
-                leaves.append(Unavailable(sources) if isinstance(leaf, Unavailable) else leaf)
+                leaves.append(leaf)
         if self.scene.made is None:  # else a dry run looks who keeps them
             self._leaves[index] = leaves
         return leaves

@@ -26,6 +26,7 @@ from egeria_cache.attempt import Attempt, is_beside
 from egeria_cache.pystate import (
     LEADS,
     Code,
+    attributes_held,
     bases_of,
     describe,
     digest,
@@ -289,8 +290,8 @@ class StateWatch:
                 layout.looks.append((where, self._children(module)))
         layout.add_code()
         for function in self._code.functions.values():
-            if vars(function):
-                layout.look_into(function.__qualname__, vars(function))
+            if held := attributes_held(function):
+                layout.look_into(function.__qualname__, held)
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
             for value in _code_of(function)()[1:]:
                 layout.look_at_named(f"a default of {function.__qualname__}", value)
