@@ -296,7 +296,8 @@ NAMED = {
         lambda at, k: put_k(Scaling, k),
     ),
     "what is dispatched to": (
-        lambda k: put_k(Scaling, k) or dispatching(), lambda at: at(1.0), lambda at, k: put_k(Scaling, k),
+        lambda k: put_k(Scaling, k) or dispatching(), lambda at: at(1.0),
+        lambda at, k: put_k(Scaling, k),
     ),
     "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip

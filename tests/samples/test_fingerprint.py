@@ -286,6 +286,19 @@ class Settings:
         self.pad, self.calls = 0, 0
 
 
+@pytest.mark.parametrize("midway", [False, True])
+def test_what_has_moved_to_no_effect_is_asked_about_again_as_time_allows(midway):
+    settings = Settings()
+    source = source_of([1.0, 2.0], lambda samples: default_collate(samples) * (settings.calls > 5))
+    fingerprint = source.fingerprint
+    assert str(fingerprint)
+    fingerprint._free_s = 1e9
+    for settings.calls in range(1, 6):
+        assert fingerprint.changed(midway=midway) is None
+    settings.calls = 6
+    assert "calls" in fingerprint.changed(midway=midway)
+
+
 def training_within_reach():
     """Return a collate function that names what trains, and how that moves in training."""
     model = torch.nn.Linear(2, 2)

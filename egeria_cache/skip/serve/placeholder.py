@@ -234,7 +234,8 @@ class Unavailable:
 
     def at(self, index: int, leaf: int) -> Unavailable:
         """Return another one, as that leaf of that step's output."""
-        return Unavailable(frozenset(replace(s, index=index, leaf=leaf) for s in self._sources))
+        found: frozenset[Source] = self.__dict__["_sources"]
+        return Unavailable(frozenset(replace(one, index=index, leaf=leaf) for one in found))
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise Escape.at(self._sources, "the caller")

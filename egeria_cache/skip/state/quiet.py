@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import is_installed_code, is_library
 
-_OPENERS = ("pathlib", "pathlib._local", "codecs", "gzip", __name__)
+_OPENERS = ("pathlib", "pathlib._local", "codecs", "gzip")
 """Modules of Python's that open what they are given."""
 _IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
 
@@ -88,24 +89,23 @@ def _mute_loggers(stack: ExitStack) -> None:
 
 
 def _open_nothing(stack: ExitStack) -> None:
-    """What is read or written by each run again is no part of it: neither `open` nor a path opens
+    """What each run would read or write again is no part of it: neither `open` nor a path opens
     anything for code of the user's.
     """
-    opens = builtins.open
-    if opens.__module__ == __name__:
-        return
-
-    def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
-        if _IS_BESIDE.get() and _is_users_call(sys._getframe(1)):
-            raise BoundaryError(
-                "open cannot be copied, so that a dry run would use it up; "
-                "keep it out of the model's forward"
-            )
-        return opens(file, *args, **kwargs)
-
     for module in (builtins, io):
-        stack.callback(setattr, module, "open", opens)
-        module.open = opened  # type: ignore[attr-defined]
+        opens: Any = module.open
+        if getattr(opens, "func", None) is not _open:
+            stack.callback(setattr, module, "open", opens)
+            module.open = partial(_open, opens)  # type: ignore[attr-defined]
+
+
+def _open(opens: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _IS_BESIDE.get() and _is_users_call(sys._getframe(1)):
+        raise BoundaryError(
+            "open cannot be copied, so that a dry run would use it up; "
+            "keep it out of the model's forward"
+        )
+    return opens(*args, **kwargs)
 
 
 def _is_users_call(frame: FrameType | None) -> bool:

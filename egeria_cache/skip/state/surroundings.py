@@ -69,9 +69,8 @@ class Surroundings:
             code += [own.get(name) for name in entries(module)]
             for name in _HOOKS:
                 self._of_modules += own.get(name, {}).values()
-            self._of_modules += filter(is_put_back, own.values())
             found = (one for value in held for one in found_in(value))
-            self._of_modules += (one for one in found if isinstance(one, nn.Module))
+            self._of_modules += (m for m in found if isinstance(m, nn.Module) or is_put_back(m))
         seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
         self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
         self._functions = [
