@@ -130,24 +130,41 @@ CONTAINERS = {
 }
 
 
+class Counted(Net):
+    """A list that reaches beyond the boundary, and of which the front asks how long it is."""
+
+    def __init__(self):
+        super().__init__()
+        early, middle, late, _ = self.children()
+        del self.early, self.middle, self.late
+        self.layers, self.head = nn.ModuleList([early, middle, late]), self._modules.pop("head")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x * len(self.layers)))
+        return self.head(x)
+
+
+def sequential():
+    model = nn.Sequential(*Net().children())
+    return model.insert(1, nn.Tanh())
+
+
 INSERTED = {
-    "frozen layer": (2, lambda: frozen(8, 8)),
-    "function": (2, nn.ReLU),
-    "behind": (4, nn.Tanh),
+    "frozen layer": (sequential, "2", lambda m: m.insert(2, frozen(8, 8))),
+    "function": (sequential, "2", lambda m: m.insert(2, nn.ReLU())),
+    "into a list that is counted": (Counted, "layers.1", lambda m: m.layers.append(frozen(8, 8))),
 }
 
 
 @hostile(over=INSERTED, cases=3)
-def test_what_is_inserted_between_layers_counts(run, at, make):
-    model = nn.Sequential(*Net().children())
-    model.insert(1, nn.Tanh())
-
+def test_what_is_inserted_between_layers_counts(run, make, boundary, change):
     def each_step(model, step):
         if step == 7:  # not where the audit looks
             run.turn()
-            model.insert(at, make())
+            change(model)
 
-    trained(run, model=model, boundary="2", each_step=each_step, epochs=6)
+    trained(run, model=make(), boundary=boundary, each_step=each_step, epochs=6)
 
 
 @hostile(over=CONTAINERS, cases=3)

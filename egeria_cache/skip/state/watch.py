@@ -327,8 +327,8 @@ class StateWatch:
                 yield key
 
     def _children(self, module: nn.Module) -> Callable[[], Any]:
-        """Return a look at the children that code goes through: all, or those up to the boundary if
-        it is among them and they run in their order.
+        """Return a look at the children that code goes through: all, or those up to the boundary of
+        what runs its children in their order.
         """
         ranks = {id(skipped): rank for rank, (_, skipped) in enumerate(self._modules)}
         found, num = list[int](), None
@@ -336,7 +336,8 @@ class StateWatch:
             inside = () if child is None else child.modules()
             if here := [ranks[id(m)] for m in inside if id(m) in ranks]:
                 found, num = [*found, *here], i
-        if found != sorted(found) or found[-1:] != [len(ranks) - 1]:
+        is_called = in_class(type(module), "forward") is not None  # others are asked for lengths
+        if not is_called or found != sorted(found) or found[-1:] != [len(ranks) - 1]:
             num = None
         return lambda: tuple(module._modules.values())[:num]
 
