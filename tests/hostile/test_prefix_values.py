@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 import weakref
 from collections import defaultdict
@@ -74,13 +75,24 @@ MISTAKEN = {
         lambda k: {"training": k}, lambda table: table["training"],
         lambda table, k: table.update(training=k),
     ),
+    "a truth": (
+        lambda k: [True], lambda given: 2 - (given[0] is True),
+        lambda given, k: given.__setitem__(0, 1),
+    ),
+    "a sign": (
+        lambda k: [0.0], lambda given: math.copysign(1, given[0]),
+        lambda given, k: given.__setitem__(0, -0.0),
+    ),
     "two lists": (
         lambda k: ([1.0, k], [k]), lambda lists: sum(lists[0]),
         lambda lists, k: lists[1].insert(0, lists[0].pop()),
     ),
 }  # fmt: skip
 SETTINGS = REPLACED | HELD | MISTAKEN
-FEW = ["a float", "a word", "a table", "an array", "a tensor in an object", "a closure"]
+FEW = [
+    "a float", "a truth", "a sign", "a word", "a table", "an array", "a tensor in an object",
+    "a closure",
+]  # fmt: skip
 HOLDERS = {
     **{f"the first layer's {kind}": ("early", SETTINGS[kind]) for kind in SETTINGS},
     **{f"the model's {kind}": ("", SETTINGS[kind]) for kind in FEW},

@@ -8,11 +8,12 @@ hold. As long as nothing changed, comparing it is a walk over identities in C, 1
 from __future__ import annotations
 
 import gc
+import marshal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product, zip_longest
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -235,6 +236,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
+def _are_exactly(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    """Whether equal numbers are the same: 1 is no True, 1.0 is no 1, and 0.0 is not -0.0."""
+    return all(map(is_, now, then)) or marshal.dumps(now, _PLAINLY) == marshal.dumps(then, _PLAINLY)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a tuple of some."""
+    if type(value) is tuple:
+        return all(map(_is_number, value))
+    return type(value) in (bool, int, float, complex)
+
+
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
     if array.dtype == object or array.nbytes <= _SMALL_BYTES:
         return lambda: (array.shape, array.tobytes())
@@ -304,16 +317,18 @@ class StateWatch:
         self._empty = [container for _, container in layout.live if not container]
         full = [container for _, container in layout.live if container]
         self._iterables = [part for each in full for part in (_values(each), _END)]
-        self._values = list(chain.from_iterable(self._iterables))
         self._looks = [look for _, look in layout.looks]
         self._seen = [look() for look in self._looks]
         self._named = [look() for _, look in layout.named]
         places = layout.places.values()
         self._places = [place for place, _ in places]
         self._sizes = list(map(len, self._places))
-        self._getters = [itemgetter(*keys) for _, keys in places if keys]
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places if keys]
         self._found = [place for place, keys in places if keys]
-        self._standing = list(map(_get, self._getters, self._found))
+        self._values = self._look()
+        numbers = (i for i, value in enumerate(self._values) if _is_number(value))
+        self._numbers = itemgetter(0, 0, *numbers)
+        self._exactly = self._numbers(self._values)
         self._watched = [module for _, module in self._modules]
         self._kinds = list(map(type, self._watched))
 
@@ -346,15 +361,21 @@ class StateWatch:
         """(name, tensor) of those found inside attributes, containers and objects."""
         return self._layout.tensors
 
+    def _look(self) -> list[Any]:
+        """Return all that is there now: it begins with a number."""
+        standing = map(_get, self._getters, self._found)
+        seen = [look() for look in self._looks]
+        return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
+
     def changed(self) -> str | None:
         """Name what changed; values that are equal again count as unchanged. None if nothing."""
         try:
+            values = self._look()
             if (
                 not any(self._empty)
-                and list(chain.from_iterable(self._iterables)) == self._values
-                and (not self._looks or [look() for look in self._looks] == self._seen)
+                and values == self._values
+                and _are_exactly(self._numbers(values), self._exactly)
                 and list(map(len, self._places)) == self._sizes
-                and list(map(_get, self._getters, self._found)) == self._standing
                 and list(map(type, self._watched)) == self._kinds
             ):
                 return None
@@ -387,6 +408,8 @@ class StateWatch:
         return None
 
 
+_PLAINLY = 2
+"""The version of `marshal` in which bytes tell nothing of who else holds a value."""
 _NOTHING = object()
 _END = (_NOTHING,)
 """Stands between two containers: what moved from one into the next is noticed."""
