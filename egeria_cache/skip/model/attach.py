@@ -208,11 +208,9 @@ class Scout:
     def look_out(self) -> None:
         """A batch is given out, with which the model is called in some way."""
         if not (self.is_done or self._handles):
-            self._handles = [
-                part.register_forward_pre_hook(self, with_kwargs=True)
-                for part in self._model.children()
-                if not isinstance(part, torch.jit.ScriptModule)  # which can have no hooks
-            ]
+            # One that is scripted can have no hooks.
+            parts = (p for p in self._model.children() if not isinstance(p, torch.jit.ScriptModule))
+            self._handles = [p.register_forward_pre_hook(self, with_kwargs=True) for p in parts]
 
     def close(self) -> None:
         """Look no more; may be called twice."""

@@ -31,8 +31,7 @@ from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, distin
 from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
+from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def _others(traced: TracedBatch, noted: set[tuple[int, str]]) -> list[nn.Module]
 
 def _may_count(key: str) -> bool:
     """Whether an attribute of a module is not one that every module has, or all its children."""
-    return key == "_modules" or (key not in _OF_EVERY_MODULE and not hasattr(nn.Module, key))
+    return key == "_modules" or (key not in OF_EVERY_MODULE and not hasattr(nn.Module, key))
 
 
 def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tuple[int, str]]:

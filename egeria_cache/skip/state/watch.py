@@ -2,7 +2,7 @@
 
 All that may change is laid out as one flat list: the values in every watched module's `__dict__`,
 its parameters, buffers, children and hooks, and what lists, dicts and plain objects among them
-hold. As long as nothing changed, comparing it is a walk over identities in C, 10 ns a value.
+hold. As long as nothing changed, comparing it is a walk in C, 20 ns a value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_pre_hooks,
 )
 _SLOTS = ("_parameters", "_buffers", "_modules")
-_CORE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 _MOOT: dict[str, Any] = {
     "training": nn.Module,  # held modules are put back, whoever set it
@@ -75,7 +75,7 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(module).items()
-        if key not in _CORE and key not in theirs and not isinstance(value, ForwardSlot)
+        if key not in OF_EVERY_MODULE and key not in theirs and not isinstance(value, ForwardSlot)
     }
 
 
@@ -332,14 +332,16 @@ class StateWatch:
         self._watched = [module for _, module in self._modules]
         self._kinds = list(map(type, self._watched))
 
-    def _moot(self, module: nn.Module) -> Iterator[str]:
-        """Yield those of its attributes that decide nothing."""
-        known = type(module).__module__.startswith("torch.nn.modules.")
-        for key, kind in _MOOT.items():
-            if kind is nn.Module or (
-                known and isinstance(module, kind) and key not in self._code.names
-            ):
-                yield key
+    def _moot(self) -> set[tuple[int, str]]:
+        """Return what decides nothing: (id of a held module's attributes, key)."""
+        names = self._code.names
+        return {
+            (id(vars(module)), key)
+            for module in self._watched
+            if id(module) not in self._code.others
+            for key, kind in _MOOT.items()
+            if kind is nn.Module or (_is_a(kind, module) and key not in names)
+        }
 
     def _children(self, module: nn.Module) -> Callable[[], Any]:
         """Return a look at the children that code goes through: all, or those up to the boundary of
@@ -386,8 +388,7 @@ class StateWatch:
 
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
-        inside = (m for m in self._watched if id(m) not in self._code.others)
-        moot = {(id(vars(m)), key) for m in inside for key in self._moot(m)}
+        moot = self._moot()
         for (where, container), held in zip(self._layout.live, self._held, strict=True):
             keys = list(container) if isinstance(container, dict) else None
             both = zip_longest(list(_values(container)), held, fillvalue=_NOTHING)
@@ -413,6 +414,11 @@ _PLAINLY = 2
 _NOTHING = object()
 _END = (_NOTHING,)
 """Stands between two containers: what moved from one into the next is noticed."""
+
+
+def _is_a(kind: type, module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch's own, of that kind."""
+    return isinstance(module, kind) and type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _path(where: str, keys: list[Any] | None, i: int) -> str:
