@@ -1,11 +1,14 @@
 """Where nothing can be served the user learns it at once, once, and by name."""
 
+import dataclasses
+import types
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.hostile.harness import cross_entropy, hostile, judge
+from tests.hostile.harness import Run, cross_entropy, hostile, judge
 from tests.hostile.loops import trained
 from tests.hostile.nets import Net, made, net, rows, seeded
 
@@ -51,6 +54,27 @@ def test_an_epoch_that_is_given_to_the_front_is_told(run, given):
     model = net(forward=lambda m, x, epoch: m.back(m.front(x * (1 + float(epoch)))))
     loss = lambda m, b: F.cross_entropy(m(b[0], given(epoch[0])), b[1])  # noqa: E731
     trained(run, loss, model=model, epochs=4, each_epoch=begin)
+
+
+@hostile(told="gives them again")
+def test_batches_that_a_loop_keeps_are_told(run):
+    model = run.freeze(Net())
+    kept = list(run.loader(rows()))
+    run.fit(model, kept, 3, each_epoch=lambda epoch: run.turn() if epoch == 1 else None)
+
+
+@dataclasses.dataclass
+class Made:
+    h: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Made, types.SimpleNamespace])
+def test_an_object_of_unknown_parts_that_the_front_makes_is_told(kind, tmp_path):
+    make = lambda self, x: kind(h=nn.Linear.forward(self, x))  # noqa: E731
+    model = net(forward=lambda m, x: m.back(m.middle(m.early(x)).h))
+    model.middle = type("Making", (nn.Linear,), {"forward": make})(8, 8)
+    trace = Run("always", tmp_path / "cache").run(lambda run: trained(run, model=model))
+    assert f"a {kind.__qualname__!r}" in str(trace.error)
 
 
 def mixing(model, x):
