@@ -447,7 +447,9 @@ class EngineCallbacks:
     # ---- what ends caching ----------------------------------------------------------------------
 
     def leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
-        """Cache nothing for this loader, and say why, once."""
+        """Cache nothing for this loader, and say why, once; and what an audit has found."""
+        if loader_name in self._status.uncached and not unlink:
+            return
         self._status.uncached[loader_name] = self._counts.why_not = reason
         log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
         self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
@@ -522,16 +524,14 @@ class EngineCallbacks:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
         self._status.is_news(_cause(error))
-        if loader_name not in self._status.uncached:
-            told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
-            self.leave_uncached(loader_name, told)
+        told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
+        self.leave_uncached(loader_name, told)
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether this loader's run is too short, as far as is known, to win back a proof."""
         name, source = batch.loader_name, batch.context.source
         if source.why_not_served is not None:
-            if name not in self._status.uncached:
-                self.leave_uncached(name, source.why_not_served)
+            self.leave_uncached(name, source.why_not_served)
             return "plain"
         if batch.context.task.seed != source.seed:
             return "plain"  # it was loaded in a thread of which nobody knew whether it trains

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from egeria_cache.attempt import Attempt, is_beside
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
@@ -69,6 +69,7 @@ class LoaderApi:
         self.took_planning = policy.took_beside
         """All but loading took so many seconds until a batch was given out."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
+        self.leave_uncached = host.leave_uncached
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.may_store = status.may_store
@@ -87,16 +88,6 @@ class LoaderApi:
     def beside(self, loader_name: str) -> Attempt:
         """Do something beside the loop: if it goes wrong, the loader is cached no more."""
         return Attempt(partial(self._host.failed_for, loader_name))
-
-    def failed(self, loader_name: str, error: Exception) -> None:
-        """The same, where each call counts: said of what was raised.
-
-        Raises:
-            Exception: It is the loop's.
-        """
-        if not is_beside(error):
-            raise error
-        self._host.failed_for(loader_name, error)
 
     def readable(self, loader_name: str) -> list[View]:
         """Those whose rows, if an earlier run left any, were compared with computed ones."""
@@ -133,11 +124,6 @@ class LoaderApi:
     def is_refused(self, loader_name: str) -> bool:
         """Whether nothing can be cached for this loader."""
         return loader_name in self._status.uncached
-
-    def leave_uncached(self, loader_name: str, reason: str) -> None:
-        """Cache nothing for this loader, and say why, once."""
-        if loader_name not in self._status.uncached:
-            self._host.leave_uncached(loader_name, reason)
 
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.

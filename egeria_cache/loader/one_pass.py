@@ -232,13 +232,11 @@ class Pass:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
         self._since, self._num_calls = now, cache.num_calls
-        try:
+        with cache.beside(self._source.key):
             cache.note_step(
                 self._source.key, seconds, plan.size or len(plan.ids), plan.entry,
                 is_control=plan.control is not None,
             )  # fmt: skip
-        except Exception as error:
-            cache.failed(self._source.key, error)
         return now
 
     def _note_loading(self, seconds: float) -> None:

@@ -288,12 +288,7 @@ class PlanCache:
 
     def guards(self) -> list[PrefixGuard]:
         """Return what watches the prefix of any of them; two plans may share a guard."""
-        found: list[PrefixGuard] = []
-        for plans in self._plans.values():
-            for plan in plans:
-                if plan.guard is not None and plan.guard not in found:
-                    found.append(plan.guard)
-        return found
+        return list(dict.fromkeys(plan.guard for plan in self.all() if plan.guard is not None))
 
     def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
         """Return those of one signature at one boundary."""
