@@ -194,10 +194,6 @@ def put_k(at, k):
     at.k = k
 
 
-def of_the_table(k):
-    return None
-
-
 def put_table(at, k):
     TABLE["scale"] = k
 
@@ -321,9 +317,9 @@ UNTOLD = {
     "a computed attribute": (Config, lambda at: getattr(at, "".join("k")), put_k),
     "the dict of an object": (Config, lambda at: at.__dict__.get("".join("k")), put_k),
     "a copy of a data class": (Config, lambda at: dataclasses.asdict(at)["scale"], set_scale),
-    "evaluated": (of_the_table, lambda at: eval("TABLE")["scale"], put_table),
-    "a computed global": (of_the_table, lambda at: globals()["".join("TABLE")]["scale"], put_table),
-    "a text of the globals": (of_the_table, lambda at: globals()["TABLE"]["scale"], put_table),
+    "evaluated": (str, lambda at: eval("TABLE")["scale"], put_table),
+    "a computed global": (str, lambda at: globals()["".join("TABLE")]["scale"], put_table),
+    "a text of the globals": (str, lambda at: globals()["TABLE"]["scale"], put_table),
     "imported in the call": (lambda k: put_there(None, k), imported, put_there),
 }
 """Reads under a name that the code does not tell."""
