@@ -41,8 +41,9 @@ _UNTRIED = {
 }  # fmt: skip
 """What they give, or do, is told by no trial."""
 
-_MOST_TRIALS = 64
-"""Of one function for one leaf: one that is given other numbers in each batch is not followed."""
+_MOST_TRIALS, _MOST_FLOATS = 64, 8
+"""Of one function for one leaf: one that is given other numbers in each batch is not followed, and
+what mixes samples is given other floats each time. A trial of large images takes 10 ms."""
 
 _MOST_BYTES = 1 << 22
 """Of a large batch no more is made up: what tells rows by their number has small ones."""
@@ -95,7 +96,9 @@ def operation(
     ways = tuple([leaf.way for leaf in leaves])
     known = _TRIED.setdefault((func, ways, first.num_rows, size, precision), {})
     if key not in known:
-        if len(known) >= _MOST_TRIALS:
+        values = _flat((tuple(args), tuple(kwargs.values())))
+        most = _MOST_FLOATS if any(type(one) is float for one in values) else _MOST_TRIALS
+        if len(known) >= most:
             return None
         if len(_TRIED) > 4096:
             _TRIED.clear()

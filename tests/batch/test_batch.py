@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from egeria_cache.batch import trial
 from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
@@ -385,3 +386,12 @@ def test_copies_and_pickles_are_plain_tensors(hit):
     assert type(copy.deepcopy(x)) is Tensor
     assert torch.equal(copy.deepcopy(x), RAW)
     assert torch.equal(pickle.loads(pickle.dumps(x)), RAW)
+
+
+def test_what_is_given_another_float_each_time_is_followed_no_more(monkeypatch):
+    """Each trial takes a while; what mixes samples draws its numbers anew for each batch."""
+    monkeypatch.setattr(trial, "_TRIED", {})
+    x, _ = make_batch(None)
+    followed = [isinstance(x * (number / 64), BatchTensor) for number in range(2, 18)]
+    assert followed == [True] * 8 + [False] * 8
+    assert all(isinstance(x * number, BatchTensor) for number in range(2, 18))
