@@ -63,8 +63,11 @@ class Code:
 
     functions: dict[int, types.FunctionType] = field(default_factory=dict)
     """By id, in the order in which they were found."""
-    globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """(globals of a function, name in it)."""
+    globals: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    """(id of globals, name in them) -> these globals."""
+    found: dict[tuple[int, type | None], Any] = field(default_factory=dict)
+    """By id, and the class of whose methods a function may be: what it finds there, in closures and
+    in what modules hold, while it is followed."""
     named: list[tuple[type, str]] = field(default_factory=list)
     """(class of a module, name that its code finds in it)."""
     cells: list[Any] = field(default_factory=list)
@@ -95,7 +98,7 @@ class Code:
             total.update(code_text(function.__code__))
             total.update(describe((function.__defaults__, function.__kwdefaults__)))
             total.update(describe(attributes_held(function)))
-        for scope, name in self.globals:
+        for (_, name), scope in self.globals.items():
             total.update(name.encode() + self._describe(scope.get(name)))
         for owner, name in self.named:
             value = in_class(owner, name)
@@ -113,37 +116,53 @@ class Code:
         return describe((kind, found, self.held(value)))
 
     def in_class_of(self, value: Any) -> list[str]:
-        """Return what it names of the class of an object, or of a class, and reads."""
-        kind, names = _kind(value), self.names_of(value)
-        return [name for name in _in_its_class(value, names) if self.reads_of(kind, name)]
+        """Return what it reads of an object's class, or of a class, that is not installed, and what
+        Python asks for.
+        """
+        kind = _kind(value)
+        if is_installed(kind):
+            return []
+        asked = {*self.names_of(value), *_RUNS, *(_MAKES if isinstance(value, type) else ())}
+        found = self.read_of(kind, asked)
+        return [name for name in found if not _is_generated(in_class(kind, name))]
 
     def names_of(self, value: Any) -> frozenset[str]:
         """Return the names under which it may read of an object's class, or of a class."""
-        if not self.reads_whole(value):
-            return self.names
-        return self.names.union(*map(vars, bases_of(_kind(value))))
+        whole = bases_of(_kind(value)) if self.reads_whole(value) else ()
+        return self.names.union(*map(vars, whole))
 
     def reads_whole(self, value: Any) -> bool:
         """Whether it may read all of an object, or of a class."""
         return not self.whole.isdisjoint((None, id(value), *_kind(value).__mro__))
 
-    def reads_of(self, kind: type, name: str) -> bool:
-        """Whether it reads what a class has under a name."""
-        return not any((id(base), name) in self.unread for base in bases_of(kind))
+    def read_of(self, kind: type, names: Iterable[str]) -> list[str]:
+        """Return the names under which a class has something, and no count."""
+        bases = bases_of(kind)
+        read = (n for n in sorted(names) if not any((id(base), n) in self.unread for base in bases))
+        return [name for name in read if in_class(kind, name) is not None]
 
-    def run_by(self, value: Any, names: frozenset[str] | None = None) -> Iterator[Entry]:
-        """Yield the functions that code with some names, or all of it, may run of what it finds;
-        note the modules.
-        """
+    def run_by(self, value: Any, owner: type | None = None) -> Iterator[Entry]:
+        """Yield the functions that it may run of what it finds; note the modules."""
         for one in found_in(value):
             if isinstance(one, nn.Module):
                 yield from self._run_by_module(one)
+            elif isinstance(one, types.ModuleType):
+                if not _is_library(one.__name__):
+                    self.note(vars(one), sorted(self.names))
             elif not has_settings(one):
-                yield from ((found, None) for found in _functions(one))
+                yield from ((found, owner) for found in _functions(one))
             else:
                 kind = _kind(one)
-                for name in _in_its_class(one, self.names if names is None else names):
+                for name in self.in_class_of(one):
                     yield from ((found, kind) for found in _functions(in_class(kind, name)))
+
+    def note(self, scope: dict[str, Any], names: Iterable[str]) -> None:
+        """Note globals that it reads: under these names, or all data."""
+        whole = _data_in(scope) if id(scope) in self.whole else ()
+        for name in (name for name in (*names, *whole) if name in scope):
+            self.found[id(scope[name]), None] = scope[name]
+            if not isinstance(scope[name], types.ModuleType):
+                self.globals[id(scope), name] = scope
 
     def _run_by_module(self, module: nn.Module) -> Iterator[Entry]:
         parts = list(module.modules())
@@ -159,8 +178,6 @@ class Code:
 
     def held(self, value: Any) -> dict[str, Any]:
         """Return what it reads of an object; all, if the object has code of its own for that."""
-        if isinstance(value, type):
-            return {}
         own = own_attributes(value)
         everything = any(in_class(type(value), name) for name in _READS) or self.reads_whole(value)
         names = own.keys() if everything else own.keys() & self.names
@@ -176,28 +193,32 @@ def reached(
     """Follow the forwards of these modules, and what else is run: hooks, what modules hold."""
     modules = list(modules)
     inside = frozenset(id(one) for module in modules for one in module.modules())
-    code, seen = Code(unread=unread, until=until, inside=inside), set[tuple[int, type | None]]()
+    code, seen = Code(unread=unread, until=until, inside=inside), dict[Any, type | None]()
     pending = [entered for module in modules for entered in _entered(module)]
-    others, before = list(functions), None
-    while before != code.names:  # what others run of their own depends on all that is named
-        before = code.names
-        pending += (one for other in others for one in code.run_by(other))
+    given, before = list(functions), None
+    code.found = {(id(one), None): one for one in given}
+    while before != (code.names, len(code.found), len(code.whole)):  # what is run depends on all
+        before = code.names, len(code.found), len(code.whole)
+        others = [(value, owner) for (_, owner), value in code.found.items()]
+        pending += (one for other in others for one in code.run_by(*other))
         while pending and len(code.functions) < _MAX_FUNCTIONS:
             function, owner = pending.pop(0)
             if (id(function), owner) in seen or _is_library(function.__module__):
                 continue
-            seen.add((id(function), owner))
+            seen[id(function), owner] = owner
             code.functions.setdefault(id(function), function)
             pending += _named(function, owner, code)
         code.names = frozenset(n for f in code.functions.values() for n in code.names_in(f).all)
-    code.globals = [(s, name) for s, name in code.globals if (id(s), name) not in unread]
+    code.globals = {place: s for place, s in code.globals.items() if place not in unread}
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
-    held = (one for other in others for one in found_in(other) if has_settings(one))
-    kinds = (_kind(one) for one in held if not is_installed(_kind(one)))
-    for kind in dict.fromkeys((*map(type, modules), *kinds)):  # code around it may read what it has
-        plain = (name for name in sorted(code.names_of(kind)) if is_value(in_class(kind, name)))
-        code.named += [(kind, name) for name in plain if (kind, name) not in code.named]
-    code.named = [(kind, name) for kind, name in code.named if code.reads_of(kind, name)]
+    held = (_kind(one) for other in given for one in found_in(other) if has_settings(one))
+    kinds = (*map(type, modules), *(kind for kind in held if not is_installed(kind)))
+    code.named = [
+        (kind, name)
+        for kind in dict.fromkeys((*kinds, *filter(None, seen.values())))
+        for name in code.read_of(kind, code.names_of(kind))
+    ]
+    code.found.clear()
     return code
 
 
@@ -205,10 +226,7 @@ def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iter
     """Yield the functions that one names; note the plain values."""
     scope, names = function.__globals__, code.names_in(function)
     for name in names.all if owner is not None else ():
-        value = in_class(owner, name)  # type: ignore[arg-type]
-        if value is not None and (owner, name) not in code.named:
-            code.named.append((owner, name))  # type: ignore[arg-type]
-        for found in _functions(value):
+        for found in _functions(in_class(owner, name)):  # type: ignore[arg-type]
             yield found, owner
     held = dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -217,12 +235,9 @@ def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iter
             code.cells += [cell] if name in held else []
     if not is_installed_code(function.__code__):
         code.whole.update(_wholes(function, owner, held, names))
-    for space, name in _globals(scope, held.values(), names, code.whole):
-        if name in space:
-            code.globals.append((space, name))
-            yield from code.run_by(space[name], frozenset(names.all))
-    run = (one for value in held.values() for one in code.run_by(value, frozenset(names.all)))
-    yield from ((found, kind or owner) for found, kind in run)
+    code.found |= {(id(value), owner): value for value in held.values()}
+    code.note(scope, (*names.loaded, *names.imports))
+    code.note(sys.modules, names.imports)
 
 
 def _wholes(
@@ -241,7 +256,9 @@ def _wholes(
         elif owner is not None and name in itself:
             yield from () if issubclass(owner, nn.Module) else (owner,)
         else:
-            yield next((id(space[name]) for space in (held, scope) if name in space), None)
+            found = next((space[name] for space in (held, scope) if name in space), None)
+            place = vars(found) if isinstance(found, types.ModuleType) else found
+            yield None if found is None else id(place)
 
 
 def _entered(module: nn.Module) -> Iterator[Entry]:
@@ -290,35 +307,9 @@ def has_settings(value: Any) -> bool:
     return isinstance(value, type) or not (is_foreign(value) or is_value(value))
 
 
-def _in_its_class(value: Any, names: frozenset[str]) -> list[str]:
-    """Return those of some names, and of what Python asks for, that an object's class, or a class,
-    has, unless it is installed.
-    """
-    kind = _kind(value)
-    if is_installed(kind):
-        return []
-    asked = {*names, *_RUNS, *(_MAKES if isinstance(value, type) else ())}
-    found = ((name, in_class(kind, name)) for name in sorted(asked))
-    return [name for name, part in found if part is not None and not _is_generated(part)]
-
-
 def _is_generated(part: Any) -> bool:
     """Whether it is a method that a data class has made, which names all of its fields."""
     return isinstance(part, types.FunctionType) and part.__code__.co_filename == "<string>"
-
-
-def _globals(
-    scope: dict[str, Any], held: Iterable[Any], names: Names, whole: Set[Any]
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where each global stands that code reads, those of modules that it names, or holds."""
-    loaded = dict.fromkeys((*names.loaded, *(name for name in names.imports if name in scope)))
-    own = [name for name in loaded if not isinstance(scope.get(name), types.ModuleType)]
-    yield from ((scope, name) for name in (*own, *(_data_in(scope) if id(scope) in whole else ())))
-    for value in (*map(scope.get, loaded), *held, *map(sys.modules.get, names.imports)):
-        if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
-            there = vars(value)
-            yield from ((there, other) for other in names.all if other in there)
-            yield from ((there, one) for one in (_data_in(there) if id(value) in whole else ()))
 
 
 def _data_in(space: Mapping[str, Any]) -> list[str]:

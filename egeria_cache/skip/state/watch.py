@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product, zip_longest
-from operator import is_, itemgetter
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -54,6 +54,7 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
 )
+_TABLES = dict, MappingProxyType
 _SLOTS = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
@@ -93,14 +94,14 @@ class _Layout:
         self.places: dict[int, tuple[Any, list[str]]] = {}
         """By id: where names are looked up, and those that stand there now."""
         self._spaces: dict[type, Any] = {}
-        self._seen: set[int] = set()
+        self._seen: set[Any] = {*code.unread}
         self._num = 0
 
     def add_code(self) -> None:
         """Lay out what the code reads beside its arguments: globals and closures."""
         code = self._code
-        for scope, key in code.globals:
-            self.looks.append((f"the global {key!r}", _item(scope, key)))
+        for (_, key), scope in code.globals.items():
+            self.looks.append((f"the global {key!r}", partial(scope.get, key)))
             self.look_at_named(f"the global {key!r}", scope.get(key))
         for kind, key in code.named:
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
@@ -125,15 +126,20 @@ class _Layout:
         for key in self._code.in_class_of(value):
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
-        for key, part in self._code.held(value).items():
-            self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
-            self.look_into(f"{where}.{key}", part)
+        self._look_at(where, value, self._code.held(value))
+
+    def _look_at(
+        self, where: str, value: Any, held: Mapping[str, Any], depth: int = _MAX_DEPTH
+    ) -> None:
+        """Lay out what an object holds under some names, but for what decides nothing."""
+        for key, part in held.items():
+            if (id(value), key) not in self._apart:
+                self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
+                self.look_into(f"{where}.{key}", part, depth)
 
     def look_into(self, where: str, value: Any, depth: int = _MAX_DEPTH) -> None:
         """Lay out what a value holds, if it can change in place."""
         if _is_plain(value) or id(value) in self._seen or depth == 0 or self._num > _MAX_VALUES:
-            return
-        if id(value) in self._apart:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -145,21 +151,17 @@ class _Layout:
             self.look_into(where, led_to(value), depth)
         elif outside_state(value) is not None:
             self.looks.append((where, partial(outside_state, value)))
-        elif isinstance(value, MappingProxyType):
-            self.looks.append((where, partial(dict, value)))
-        elif isinstance(value, dict | list | tuple | set | deque):
-            if isinstance(value, dict):
+        elif isinstance(value, (*_TABLES, list, tuple, set, deque)):
+            if isinstance(value, _TABLES):
                 self.looks.append((where, partial(tuple, value)))
             if not isinstance(value, tuple):
                 self.live.append((where, value))
             self._num += len(value)
-            keys = list(value) if isinstance(value, dict) else ()
+            keys = list(value) if isinstance(value, _TABLES) else ()
             for item in [*keys, *_values(value)]:
                 self.look_into(where, item, depth - 1)
-        elif isinstance(value, MethodType):
-            self.look_into(where, value.__self__, depth)
-        elif isinstance(value, partial):
-            for part in (value.func, value.args, value.keywords):
+        elif isinstance(value, MethodType | partial):
+            for part in gc.get_referents(value):
                 self.look_into(where, part, depth)
         elif isinstance(value, _lru_cache_wrapper):
             for part in gc.get_referents(value):
@@ -178,11 +180,8 @@ class _Layout:
             return
         named = chain(module.named_parameters(), module.named_buffers())
         self.tensors += [(f"{where}.{key}", t) for key, t in named if not t.requires_grad]
-        for key, part in watched_attributes(module).items():
-            if key not in self._code.names or (id(module), key) in self._apart:
-                continue
-            self.looks.append((f"{where}.{key}", partial(_attribute, module, key)))
-            self.look_into(f"{where}.{key}", part)
+        own = watched_attributes(module)
+        self._look_at(where, module, {key: own[key] for key in own if key in self._code.names})
 
     def _look_into_object(self, where: str, value: Any, depth: int) -> None:
         if isinstance(value, Optimizer):  # and not what it trains
@@ -190,19 +189,14 @@ class _Layout:
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
         elif (own := own_dict(value)) is not None and not is_beyond(value):
-            keys = self._objects.get(id(value))
-            unread = {key for key in own if (id(value), key) in self._apart}
-            if keys is None and not unread:
+            named = self._objects.get(id(value))
+            if named is None and not any((id(value), key) in self._apart for key in own):
                 self.look_into(where, own, depth)
-            for key in sorted({*(own if unread else ()), *(keys or ())} - unread):
-                self.looks.append((f"{where}.{key}", _item(own, key)))
-                self.look_into(f"{where}.{key}", own.get(key), depth - 1)
+            else:
+                keys = own if named is None else sorted(named)
+                self._look_at(where, value, {key: own.get(key) for key in keys}, depth - 1)
         else:
-            for key, held in own_slots(value).items():
-                if (id(value), key) in self._apart:
-                    continue
-                self.looks.append((f"{where}.{key}", partial(getattr, value, key, None)))
-                self.look_into(f"{where}.{key}", held, depth - 1)
+            self._look_at(where, value, own_slots(value), depth - 1)
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
@@ -225,27 +219,36 @@ class _Layout:
         if len(read) == len(own):
             self.live.append((where, own))
         else:
-            self.looks += ((f"{where}.{key}", _item(own, key)) for key in read)
+            self.looks += ((f"{where}.{key}", partial(own.get, key)) for key in read)
 
 
 def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+    return container.values() if isinstance(container, _TABLES) else container
+
+
+def _apart(container: Any) -> list[Any]:
+    """Return what it holds, apart from what stands before if something can be put first."""
+    values = _values(container)
+    is_named = isinstance(container, dict) and not isinstance(next(iter(values)), nn.Module)
+    return [values] if is_named else [_END, values]
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
-def _are_exactly(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
-    """Whether equal numbers are the same: 1 is no True, 1.0 is no 1, and 0.0 is not -0.0."""
-    return all(map(is_, now, then)) or marshal.dumps(now, _PLAINLY) == marshal.dumps(then, _PLAINLY)
+def _exactly(numbers: tuple[Any, ...]) -> bytes:
+    """Return what differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0."""
+    return marshal.dumps(numbers, _PLAINLY)
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a tuple of some."""
+def _is_number(value: Any, is_loose: bool | None) -> bool:
+    """Whether it is a number, or a tuple of some; of those of PyTorch's own layers, which take 1
+    for True, if it may be 0.0 or -0.0.
+    """
     if type(value) is tuple:
-        return all(map(_is_number, value))
-    return type(value) in (bool, int, float, complex)
+        return all(_is_number(one, is_loose) for one in value)
+    return type(value) in ((float, complex) if is_loose else (bool, int, float, complex))
 
 
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
@@ -277,7 +280,6 @@ class StateWatch:
         self._modules, self._around = list(modules), list(around)
         self._objects = objects
         self._code = code or Code()
-        self._classes = list({type(m) for _, m in self._modules})
         self.rebound = False
         """Whether objects were replaced by equal ones since this was last set to False."""
         self.renew()
@@ -308,15 +310,20 @@ class StateWatch:
             layout.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
             for value in _code_of(function)()[1:]:
                 layout.look_at_named(f"a default of {function.__qualname__}", value)
-        for kind, key in product(self._classes, ("forward", "__call__")):
+        for kind, key in product({type(m) for _, m in self._modules}, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
         layout.looks.append(("a global hook", _global_hooks))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(_values(container)) for _, container in layout.live]
         self._empty = [container for _, container in layout.live if not container]
+        self._watched = [module for _, module in self._modules]
+        layers = {id(vars(module)) for module in self._watched if _is_a(nn.Module, module)}
         full = [container for _, container in layout.live if container]
-        self._iterables = [part for each in full for part in (_values(each), _END)]
+        full.sort(key=lambda container: id(container) not in layers)
+        settings = chain.from_iterable(each for each in full if id(each) in layers)
+        loose = [False, *(key not in self._code.names for key in settings)]
+        self._iterables = [part for each in full for part in _apart(each)]
         self._looks = [look for _, look in layout.looks]
         self._seen = [look() for look in self._looks]
         self._named = [look() for _, look in layout.named]
@@ -326,10 +333,9 @@ class StateWatch:
         self._getters = [itemgetter(*keys, keys[0]) for _, keys in places if keys]
         self._found = [place for place, keys in places if keys]
         self._values = self._look()
-        numbers = (i for i, value in enumerate(self._values) if _is_number(value))
-        self._numbers = itemgetter(0, 0, *numbers)
-        self._exactly = self._numbers(self._values)
-        self._watched = [module for _, module in self._modules]
+        both = enumerate(zip_longest(self._values, loose))
+        self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
+        self._exactly = _exactly(self._numbers(self._values))
         self._kinds = list(map(type, self._watched))
 
     def _moot(self) -> set[tuple[int, str]]:
@@ -376,7 +382,7 @@ class StateWatch:
             if (
                 not any(self._empty)
                 and values == self._values
-                and _are_exactly(self._numbers(values), self._exactly)
+                and _exactly(self._numbers(values)) == self._exactly
                 and list(map(len, self._places)) == self._sizes
                 and list(map(type, self._watched)) == self._kinds
             ):
@@ -390,13 +396,11 @@ class StateWatch:
         """Compare value by value, by content; take over what is only another object."""
         moot = self._moot()
         for (where, container), held in zip(self._layout.live, self._held, strict=True):
-            keys = list(container) if isinstance(container, dict) else None
-            both = zip_longest(list(_values(container)), held, fillvalue=_NOTHING)
-            for i, (now, then) in enumerate(both):
-                if now is not then and not _same(now, then):
-                    if keys is not None and (id(container), *keys[i : i + 1]) in moot:
-                        continue
-                    return f"{_quoted(_path(where, keys, i))} changed"
+            keys = list(container) if isinstance(container, _TABLES) else []
+            found = zip_longest(keys, list(_values(container)), held, fillvalue=_NOTHING)
+            for key, now, then in found:
+                if not (now is then or (id(container), key) in moot or _same(now, then)):
+                    return f"{_quoted(_path(where, key))} changed"
         looks = chain(self._layout.looks, self._layout.named)
         for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
             now = look()
@@ -413,7 +417,7 @@ _PLAINLY = 2
 """The version of `marshal` in which bytes tell nothing of who else holds a value."""
 _NOTHING = object()
 _END = (_NOTHING,)
-"""Stands between two containers: what moved from one into the next is noticed."""
+"""Stands before a container: what moved out of it into the one before is noticed."""
 
 
 def _is_a(kind: type, module: nn.Module) -> bool:
@@ -421,9 +425,8 @@ def _is_a(kind: type, module: nn.Module) -> bool:
     return isinstance(module, kind) and type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _path(where: str, keys: list[Any] | None, i: int) -> str:
-    key = None if keys is None or i >= len(keys) else str(keys[i])
-    return where if key is None else f"{where}.{key}" if where else key
+def _path(where: str, key: Any) -> str:
+    return where if key is _NOTHING else f"{where}.{key}" if where else str(key)
 
 
 def _quoted(where: str) -> str:
@@ -503,12 +506,8 @@ def _first(places: Sequence[Any], key: str) -> Any:
 
 
 def _attribute(value: Any, key: str) -> Any:
-    own = own_dict(value) or {}
-    return own[key] if key in own else own_slots(value).get(key)
-
-
-def _item(scope: dict[str, Any], key: str) -> Callable[[], Any]:
-    return lambda: scope.get(key)
+    own = own_dict(value)
+    return own[key] if own and key in own else own_slots(value).get(key)
 
 
 def _cell(cell: Any) -> Callable[[], Any]:
