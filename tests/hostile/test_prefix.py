@@ -32,9 +32,7 @@ def bitfit(model):
 THAWED = {
     "early": thaw("early"),
     "middle": thaw("middle"),
-    "both": thaw("early", "middle"),
     "a bias": thaw("early.bias"),
-    "the boundary's bias": thaw("middle.bias"),
     "the boundary's weight": thaw("middle.weight"),
     "every bias alone": bitfit,
     "nothing, but more is frozen": lambda m: m.late.requires_grad_(False),
@@ -372,18 +370,13 @@ HOOKS = {
     "with kwargs": lambda m: m.register_forward_hook(
         lambda m, a, k, out: out * 2, with_kwargs=True
     ),
-    "pre with kwargs": lambda m: m.register_forward_pre_hook(
-        lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True
-    ),
     "prepended": lambda m: m.register_forward_hook(lambda m, a, out: out * 2, prepend=True),
-    "always called": lambda m: m.register_forward_hook(lambda m, a, out: out * 2, always_call=True),
 }
 
 
 JOINING = {
     **{kind: (hook, "early") for kind, hook in HOOKS.items()},
     "at the boundary": (HOOKS["forward"], "middle"),
-    "pre, at the boundary": (HOOKS["pre"], "middle"),
     "pre, of the model": (HOOKS["pre"], ""),
 }
 
