@@ -32,8 +32,6 @@ def bitfit(model):
 THAWED = {
     "early": thaw("early"),
     "middle": thaw("middle"),
-    "a bias": thaw("early.bias"),
-    "the boundary's weight": thaw("middle.weight"),
     "every bias alone": bitfit,
     "nothing, but more is frozen": lambda m: m.late.requires_grad_(False),
 }
@@ -45,7 +43,6 @@ def test_a_part_of_the_front_that_is_thawed_by_hand_trains(run, change):
 
 
 SCHEDULES = {
-    "from the middle of an epoch": {7: ("early", True)},
     "for one step": {7: ("middle", True), 8: ("middle", False)},
     "layer by layer": {6: ("middle", True), 9: ("early", True)},
 }
@@ -150,12 +147,11 @@ def sequential():
 
 INSERTED = {
     "frozen layer": (sequential, "2", lambda m: m.insert(2, frozen(8, 8))),
-    "function": (sequential, "2", lambda m: m.insert(2, nn.ReLU())),
     "into a list that is counted": (Counted, "layers.1", lambda m: m.layers.append(frozen(8, 8))),
 }
 
 
-@hostile(over=INSERTED, cases=3)
+@hostile(over=INSERTED)
 def test_what_is_inserted_between_layers_counts(run, make, boundary, change):
     def each_step(model, step):
         if step == 7:  # not where the audit looks
@@ -370,7 +366,6 @@ HOOKS = {
     "with kwargs": lambda m: m.register_forward_hook(
         lambda m, a, k, out: out * 2, with_kwargs=True
     ),
-    "prepended": lambda m: m.register_forward_hook(lambda m, a, out: out * 2, prepend=True),
 }
 
 

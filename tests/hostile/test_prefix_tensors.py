@@ -81,7 +81,6 @@ def masked(mask=None, **kwargs):
 BUFFERS = {
     "in place": (Normed, lambda m: m.early[1].running_mean.add_(1.0)),
     "replaced": (Normed, lambda m: setattr(m.early[1], "running_var", torch.full((8,), 0.1))),
-    "the model's": (lambda: masked(torch.ones(6)), lambda m: m.mask[:4].zero_()),
     "the model's, not persistent": (
         lambda: masked(torch.ones(6), persistent=False), lambda m: m.mask[:4].zero_(),
     ),
