@@ -122,9 +122,10 @@ class Prober:
             run = _ProbeRun(self, copied)
             self.traced.before.restore(for_a_copy=True)
             try:
-                self._probe(run, copied)
+                left = self._probe(run, copied)
                 # The copied is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
+                del left  # and what backward would read
                 if not kept and not share(self.plan, self.plain, run.given):
                     return
                 if not kept:
@@ -137,7 +138,7 @@ class Prober:
                     raise BoundaryError(str(escape)) from escape
         raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
 
-    def _probe(self, run: _ProbeRun, copied: ModelCopy) -> None:
+    def _probe(self, run: _ProbeRun, copied: ModelCopy) -> list[Any]:
         args, kwargs = self.inputs(run, copied)
         with copied.intercept(self.plan.modules, run):
             leaves, _ = copied.call.result(copied.forward(*args, **kwargs))
@@ -146,6 +147,7 @@ class Prober:
         escaped = {source for p in _leaked(leaves) for source in p.sources}
         if escaped:
             raise Escape.at(escaped, "the model's output")
+        return leaves
 
     def inputs(self, run: ReplayRun, copied: ModelCopy) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
@@ -221,7 +223,6 @@ class _ProbeRun(ReplayRun):
         }
         super().__init__(plan, traced.size, scene_of(plan, copied))
         self.begin(values)
-        self.scene.made = []
         self.given: list[Slot] = []
         """The real tensors that skipped modules are given: step, leaf."""
 

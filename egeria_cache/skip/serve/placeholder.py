@@ -78,18 +78,28 @@ class Scene:
     """Whether the run is over; a placeholder that is left has leaked."""
     trainable: dict[int, Tensor] = field(default_factory=dict)
     """Trainable tensors that met a placeholder, by the index of their source."""
-    made: list[weakref.ref[Placeholder]] | None = None
-    """Every placeholder of the run, where a dry run wants to see who keeps one."""
+    made: list[weakref.ref[Placeholder]] = field(default_factory=list)
+    """Every placeholder of the run."""
 
-    def kept(self) -> frozenset[Source]:
-        """Return the sources of the placeholders that somebody still holds."""
-        made = self.made or []
+    def kept(self, own: Sequence[Placeholder] = (), held: Sequence[int] = ()) -> frozenset[Source]:
+        """Return the sources of the placeholders that somebody still holds.
+
+        Args:
+            own: Those that are used in every run.
+            held: How many references each of the first of these had when the run began.
+        """
+
+        def alive() -> list[Placeholder]:
+            ours, now = set(map(id, own)), list(map(sys.getrefcount, own))
+            found = [p for ref in self.made if (p := ref()) is not None and id(p) not in ours]
+            both = zip(own, now, held, strict=False)
+            return found + [p for p, after, before in both if after > before]
+
         for generation in range(3):  # a cycle of this run is young: a full collection is slow
-            if all(ref() is None for ref in made):
+            if not alive():
                 return frozenset()
             gc.collect(generation)
-        alive = [tensor for ref in made if (tensor := ref()) is not None]
-        return frozenset(source for tensor in alive for source in tensor.sources)
+        return frozenset(source for tensor in alive() for source in tensor.sources)
 
     def check(self, sources: frozenset[Source], what: object) -> None:
         """Refuse the use of a placeholder by an active module, or after the run."""
@@ -129,8 +139,7 @@ class Placeholder(Tensor):
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
         tensor.is_callers = is_callers
-        if scene.made is not None:
-            scene.made.append(weakref.ref(tensor))
+        scene.made.append(weakref.ref(tensor))
         return tensor
 
     @staticmethod
@@ -163,9 +172,11 @@ class Placeholder(Tensor):
         trainable: list[Tensor] = []
         meta = functools.partial(_as_meta, trainable=trainable)
         for tensor in written:
-            if not isinstance(tensor, Placeholder) or tensor.is_callers:
+            # Behind the boundary, what is stored may share the memory that is written to.
+            is_ours = isinstance(tensor, Placeholder) and not tensor.is_callers
+            if not is_ours or scene.after_boundary:
                 raise Escape.at(sources, scene.current_module() or str(func))
-            tensor.meta = tensor.meta.detach()  # others share it
+            tensor.meta = tensor.meta.detach()  # type: ignore[attr-defined] # others share it
         if "device" in kwargs:
             device = torch.device(kwargs["device"] or device)
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": None}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,14 @@ from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
-from egeria_cache.skip.serve.placeholder import Placeholder, Scene, Source, Unavailable
+from egeria_cache.skip.serve.placeholder import (
+    Escape,
+    Placeholder,
+    Scene,
+    Source,
+    Unavailable,
+    placeholders,
+)
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
 
@@ -169,12 +177,25 @@ class ReplayRun:
         """Name, place and description of the cached tensors."""
         self._leaves: dict[int, list[Any]] = {}
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
+        self._own: list[Placeholder] = []
+        self._held: list[int] = []
+        """References to each of these."""
 
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
         """Enter with these values of the cached tensors."""
         self.values = values
         self._position, self._inside = 0, False
         self.scene.after_boundary = self.scene.finished = False
+
+    def count(self) -> None:
+        """Note who holds placeholders before the model runs."""
+        self.scene.made.clear()
+        self._held = list(map(sys.getrefcount, self._own))
+
+    def check(self) -> None:
+        """Refuse a run after which somebody holds a placeholder that nobody held before."""
+        if kept := self.scene.kept(self._own, self._held):
+            raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -230,8 +251,10 @@ class ReplayRun:
         if key not in self._inputs:
             if len(self._inputs) >= _MAX_INPUTS:
                 self._inputs.clear()
+                self._own.clear()
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
+            self._own.append(self._inputs[key])
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
@@ -246,8 +269,9 @@ class ReplayRun:
                 leaves.append(leaf.at(index, j))
             else:
                 leaves.append(leaf)
-        if self.scene.made is None:  # else a dry run looks who keeps them
+        if not self.looks:  # a dry run looks who keeps them
             self._leaves[index] = leaves
+            self._own += placeholders(leaves)
         return leaves
 
     def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
@@ -376,8 +400,11 @@ def replay(
         if plan is not None and plan is not source:  # around the replay of the same modules
             capture = CaptureRun(plan, call.batch.lengths, size)
             stack.enter_context(intercept(capture.plan.modules, capture))
+        run.count()
         try:
             output = forward(*args, **kwargs)
+            if capture is None:
+                run.check()
         except Exception as error:
             if is_ours(error):
                 torch.set_rng_state(generators)
