@@ -17,9 +17,9 @@ from tests.hostile.places import COUNTERS
 class Shared(Net):
     """The boundary returns what it is given, or a view; the head begins to write late."""
 
-    def __init__(self, middle, late):
+    def __init__(self, middle, late, reads):
         super().__init__()
-        self.middle, self.late_from, self.calls, self.way = middle, late, 0, "relu_"
+        self.middle, self.late_from, self.calls, self.reads = middle, late, 0, reads
 
     def forward(self, x):
         h = torch.tanh(self.early(x))
@@ -28,7 +28,7 @@ class Shared(Net):
         self.calls += self.training
         if self.calls > self.late_from:
             h.mul_(0.5)
-        return self.head(torch.tanh(z.flatten(1)) + h)
+        return self.head(torch.tanh(z.flatten(1)) + (h if self.reads else 0))
 
 
 def module(forward):
@@ -47,9 +47,9 @@ BOUNDARIES = {
 
 
 @hostile(over=BOUNDARIES)
-@pytest.mark.parametrize("late", [0, 7])
-def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, make, late):
-    trained(run, model=Shared(make(), late), epochs=4)
+@pytest.mark.parametrize(("late", "reads"), [(0, True), (7, True), (7, False)])
+def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, make, late, reads):
+    trained(run, model=Shared(make(), late, reads), epochs=4)
 
 
 def by_a_flag(m, x, late):
@@ -69,7 +69,35 @@ def residual_stream(m, x, late):
     return m.head(torch.tanh(z + h))
 
 
-@hostile(over={"a view": by_a_flag, "the stream": residual_stream})
+class Scaled(torch.autograd.Function):
+    """Reads in backward alone what it is given."""
+
+    @staticmethod
+    def forward(ctx, value, scale):
+        ctx.save_for_backward(scale)
+        return value * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].mean(), None
+
+
+def read_in_backward(m, x, late):
+    return Scaled.apply(m.back(m.front(x)), x)
+
+
+def read_in_the_output(m, x, late):
+    y = m.back(m.front(x))
+    return y * (1 + x[:, :1]) if late else y
+
+
+FORWARDS = {
+    "a view": by_a_flag, "the stream": residual_stream,
+    "the input, in backward": read_in_backward, "the input, late": read_in_the_output,
+}  # fmt: skip
+
+
+@hostile(over=FORWARDS)
 def test_a_head_that_writes_to_the_front_s_output_late(run, write):
     model = net(forward=lambda m, x: write(m, x, m.late_now), late_now=False)
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
