@@ -51,7 +51,7 @@ _ROOTS = frozenset(
         "egeria_bench", "egeria_cache", "egeria_core", "fractions", "h5py", "lightning",
         "lightning_fabric", "lmdb", "logging", "mlflow", "mmap", "multiprocessing", "pathlib",
         "pytorch_lightning", "ray", "re", "select", "socket", "sqlite3", "subprocess", "tempfile",
-        "tensorboard", "tensorboardX", "threading", "wandb", "zmq",
+        "tensorboard", "tensorboardX", "wandb", "zmq",
     }
 )  # fmt: skip
 _PACKAGES = (
@@ -63,8 +63,12 @@ MEMORY = (array.array, bytearray, ctypes._SimpleCData, ctypes.Array, ctypes.Stru
 _OUTSIDE = frozenset(
     f"multiprocessing.{name}"
     for name in ("sharedctypes", "queues", "connection", "managers", "shared_memory")
-) | {"sqlite3", "socket"}
-"""Python modules whose objects lead out of the process, or are shared with others."""
+) | {
+    "sqlite3", "socket", "_queue", "_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha3", "zlib",
+}  # fmt: skip
+"""Python modules whose objects lead out of the process, are shared with others, or keep in C what
+they were given.
+"""
 _LIBRARIES = sys.stdlib_module_names | {
     "accelerate", "bitsandbytes", "deepspeed", "diffusers", "egeria_cache", "egeria_core", "einops",
     "huggingface_hub", "lightning", "lightning_fabric", "matplotlib", "numpy", "pandas", "peft",
@@ -175,7 +179,7 @@ def is_outside(value: Any) -> bool:
         return value not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return (
         isinstance(value, (*MEMORY, memoryview, mmap.mmap, threading.local))
-        or (hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"))
+        or (hasattr(cls, "__next__") and own_dict(value) is None and not slot_names(cls))
         or cls.__module__ in _OUTSIDE
     )
 

@@ -1,5 +1,9 @@
 """Between mechanisms: memory shared across the cut, state that no copy reaches, company."""
 
+import hashlib
+import threading
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,19 +86,12 @@ class Scaled(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].mean(), None
 
 
-def read_in_backward(m, x, late):
-    return Scaled.apply(m.back(m.front(x)), x)
-
-
-def read_in_the_output(m, x, late):
-    y = m.back(m.front(x))
-    return y * (1 + x[:, :1]) if late else y
-
-
 FORWARDS = {
-    "a view": by_a_flag, "the stream": residual_stream,
-    "the input, in backward": read_in_backward, "the input, late": read_in_the_output,
-}  # fmt: skip
+    "a view": by_a_flag,
+    "the stream": residual_stream,
+    "the input, in backward": lambda m, x, late: Scaled.apply(m.back(m.front(x)), x),
+    "the input, late": lambda m, x, late: m.back(m.front(x)) * (x[:, :1] if late else 1),
+}
 
 
 @hostile(over=FORWARDS)
@@ -254,18 +251,23 @@ def test_samples_are_compared_under_a_collate_function_that_uses_its_memory_agai
 
 # ---- state that no copy reaches ------------------------------------------------------------------
 
-COPIED = ("ctypes", "an array of Python's", "a thread's own")
+COPIED = ("ctypes", "an array of Python's", "a thread's own", "a semaphore")
 NOT_COPIED = ("shared memory", "a text", "a database", "a function", "a context", "a file")
+IN_C = {
+    "a semaphore": (lambda: threading.Semaphore(0), lambda at: at.release() or at._value),
+    "a hash": (hashlib.sha1, lambda at: at.update(b"x") or at.digest()[0] / 64),
+    "an iterator of an array": (lambda: np.arange(99.0).flat, next),
+}
 
 
-@pytest.mark.parametrize("kind", COPIED + NOT_COPIED)
+@pytest.mark.parametrize("kind", [*COPIED, *NOT_COPIED, "a hash", "an iterator of an array"])
 @pytest.mark.parametrize("place", ["attribute", "global"])
 @pytest.mark.parametrize("boundary", ["middle", "auto"])
 def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
     """What a dry run cannot copy it does not use: the first loss is the plain one's."""
 
     def script(run):
-        make, tick = COUNTERS[kind]
+        make, tick = (COUNTERS | IN_C)[kind]
         counter = make()
         outside = counter if place == "global" else None
 
