@@ -129,11 +129,7 @@ def test_what_loading_takes_is_taken_without_what_is_asked_besides(monkeypatch):
     clock = SimpleQueue()  # which is not put back
     monkeypatch.setattr(f"{SampleLoader.__module__}.time.thread_time", clock.qsize)
 
-    def collate(items):
-        clock.put(items)
-        return joined(items)
-
-    alone = Alone(list, collate, monkeypatch)
+    alone = Alone(list, lambda items: clock.put(items) or joined(items), monkeypatch)
     assert alone.load(0).load_s == 1
     assert clock.qsize() > SIZE
 
