@@ -56,7 +56,7 @@ class LoaderApi:
         self._boundary = boundary
         self._host = host
         self._policy = policy = status.policy
-        self._counters = status.counters
+        self.counters = status.counters
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
         self._stats = stats
@@ -69,16 +69,11 @@ class LoaderApi:
         self.took_planning = policy.took_beside
         """All but loading took so many seconds until a batch was given out."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
-        self.leave_uncached = host.leave_uncached
+        self.leave_uncached, self.failed = host.leave_uncached, host.failed_for
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.may_store = status.may_store
         """Whether what the model computes for a loader may be stored."""
-
-    @property
-    def num_calls(self) -> int:
-        """How often the model was called so far."""
-        return self._counters.num_calls
 
     @property
     def boundary(self) -> str | None:
@@ -183,24 +178,24 @@ class LoaderApi:
 
     def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
-        self._counters.batch(num_samples, hit, is_random=source.is_random)
+        self.counters.batch(num_samples, hit, is_random=source.is_random)
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
-            self._counters.yielded_closed()
+            self.counters.yielded_closed()
         else:
             if not self._policy.idle:  # else the model is called with batches that nobody follows
-                self._counters.yielded(batch)
+                self.counters.yielded(batch)
             self._boundary.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""
-        self._counters.counts.refetched += num_samples
+        self.counters.counts.refetched += num_samples
 
     def data_settled(self, loader_name: str) -> None:
         """The data set that had changed is the same as in the last pass."""
-        self._counters.counts.why_not = self._status.uncached.get(loader_name)
+        self.counters.counts.why_not = self._status.uncached.get(loader_name)
 
     def note_step(
         self,

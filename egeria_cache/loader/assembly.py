@@ -72,8 +72,10 @@ class Assembly:
         cache, is_whole = self.cache, plan.entry is None or plan.loads_hits
         if cache is None or (plan.entry is None and cache.boundary is None):
             return loaded.data
-        with cache.beside(self._source.key):
+        try:
             return self._assembled(plan, loaded)
+        except Exception as error:
+            cache.failed(self._source.key, error)
         plan.entry = None
         return loaded.data if is_whole else self._source.load(plan.whole(self._source.seed))
 

@@ -182,7 +182,7 @@ class Pass:
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
-            self._num_calls = 0 if self._cache is None else self._cache.num_calls
+            self._num_calls = 0 if self._cache is None else self._cache.counters.num_calls
         self._steps.append(plan)
         if plan.entry is None and self._cache is not None:
             self._cache.took_planning(time.perf_counter() - asked + loads)
@@ -228,15 +228,17 @@ class Pass:
     def _note_step(self) -> float:
         """Tell the cache what the step cost that ends with this call, if the model was called."""
         now, cache = time.perf_counter(), self._cache
-        if not self._steps or cache is None or cache.num_calls == self._num_calls:
+        if not self._steps or cache is None or cache.counters.num_calls == self._num_calls:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
-        self._since, self._num_calls = now, cache.num_calls
-        with cache.beside(self._source.key):
+        self._since, self._num_calls = now, cache.counters.num_calls
+        try:
             cache.note_step(
                 self._source.key, seconds, plan.size or len(plan.ids), plan.entry,
                 is_control=plan.control is not None,
             )  # fmt: skip
+        except Exception as error:
+            cache.failed(self._source.key, error)
         return now
 
     def _note_loading(self, seconds: float) -> None:

@@ -194,7 +194,10 @@ class ReplayRun:
 
     def check(self) -> None:
         """Refuse a run after which somebody holds a placeholder that nobody held before."""
-        if kept := self.scene.kept(self._own, self._held):
+        is_suspect = list(map(sys.getrefcount, self._own)) != self._held
+        for made in self.scene.made:
+            is_suspect |= made() is not None
+        if is_suspect and (kept := self.scene.kept(self._own, self._held)):
             raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
 
     def __call__(
