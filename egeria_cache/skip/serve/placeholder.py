@@ -173,10 +173,9 @@ class Placeholder(Tensor):
         meta = functools.partial(_as_meta, trainable=trainable)
         for tensor in written:
             # Behind the boundary, what is stored may share the memory that is written to.
-            is_ours = isinstance(tensor, Placeholder) and not tensor.is_callers
-            if not is_ours or scene.after_boundary:
+            if not isinstance(tensor, Placeholder) or tensor.is_callers or scene.after_boundary:
                 raise Escape.at(sources, scene.current_module() or str(func))
-            tensor.meta = tensor.meta.detach()  # type: ignore[attr-defined] # others share it
+            tensor.meta = tensor.meta.detach()  # others share it
         if "device" in kwargs:
             device = torch.device(kwargs["device"] or device)
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": None}
