@@ -88,8 +88,10 @@ class Boundary:
     def __init__(self, engine: SkipEngine, status: Status) -> None:
         self._engine = engine
         self._status = status
-        self.look_out = engine.scout.look_out
+        self.look_out = engine.look_out
         """Is to be called when a batch is given out."""
+        self.stand_in = engine.stand_in
+        """Is to be called when a pass begins."""
         self.is_beside = engine.is_beside
         """Whether the calling thread is another one than that which trains."""
 

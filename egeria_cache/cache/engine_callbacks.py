@@ -124,6 +124,11 @@ class EngineCallbacks:
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the batches of all loaders come plain, for nothing is proved as yet."""
+        return self._policy.is_idle
+
     # ---- a cut, and what is captured at it ------------------------------------------------------
 
     def cut_found(self, batch: Batch, cut: Cut) -> None:

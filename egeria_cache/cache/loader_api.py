@@ -162,6 +162,7 @@ class LoaderApi:
         """A loader's pass begins."""
         if self._status.boundary is not None or self._status.is_sought:
             self._policy.begins(loader_name, epoch, num_batches)
+            self._boundary.stand_in()
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""

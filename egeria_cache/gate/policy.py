@@ -70,6 +70,8 @@ class ServingPolicy:
         """What the cache has taken between two passes."""
         self.seeks_cut = mode == "auto"
         """Whether it was not yet looked for a cut before the frozen boundary."""
+        self._loaders = set[str]()
+        """Which have begun a pass."""
         self._unnoted_s = 0.0
         """Taken by the cache in a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
@@ -92,6 +94,7 @@ class ServingPolicy:
 
     def begins(self, loader: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins, of so many batches, if that is known."""
+        self._loaders.add(loader)
         if not self._may_postpone or num_batches is None:
             return
         known = Schedule(num_batches, is_stored=self._is_stored)
@@ -99,6 +102,11 @@ class ServingPolicy:
         schedule.epoch = epoch
         if schedule.why_not() is None:
             self.idle.pop(loader, None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all loaders are `idle`."""
+        return self._loaders <= self.idle.keys()
 
     def wants_timing(self, loader: str) -> bool:
         """Whether a batch is to be computed plainly before anything is proved, to be timed."""

@@ -190,6 +190,10 @@ class SkipHost(Protocol):
     def idle(self) -> Mapping[str, str]:
         """Loaders whose batches come plain, for nothing is proved for them as yet, and why."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether those of all loaders do."""
+
     def is_refused(self) -> bool:
         """Whether the loaders that have given batches can all not be cached."""
 
@@ -224,6 +228,8 @@ class SkipEngine:
         self.scout = Scout(self.model, self._entered_at)
         """Sees how the loop enters the model, until that has been called."""
         self._attached: AttachedForward | None = None
+        self._is_aside, self._may_step_aside = False, True
+        """Whether the model's forward is its own now, and whether that is to be looked at."""
         self._compiled = is_compiled(model)
         self._is_traced = False
         self._padding_unread = padding_unread
@@ -267,6 +273,8 @@ class SkipEngine:
         """Stand in for `model.forward`."""
         if self.host.idle and self._is_held and self._is_loops_own(args, kwargs):
             self._num_calls, self.has_run = self._num_calls + 1, True
+            if self._may_step_aside:
+                self._step_aside()
             return self._forward(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None or has_other_operations():
             return self._transformed(args, kwargs)
@@ -313,6 +321,29 @@ class SkipEngine:
             and self._sharded is None
             and not (self._held.is_disturbed() or self._thaw.is_due())
         )
+
+    def _step_aside(self) -> None:
+        """Leave the model to itself while nothing is proved, until a pass begins, or a batch is
+        given out that knows its samples: our frames take 9 us of a step, and a front of PyTorch's
+        own modules that do the same in training mode needs nobody, whatever is thawed.
+        """
+        self._may_step_aside = False
+        is_on_top = self.model.__dict__.get(self._method) is self._attached
+        if self._attached is not None and is_on_top and self.host.is_idle and self._held.is_alike:
+            self._attached.take_out()
+            self._is_aside = True
+
+    def stand_in(self) -> None:
+        """Stand in for the model's forward again, if we have stepped aside."""
+        self._may_step_aside = True
+        if self._is_aside:
+            self.attach()
+
+    def look_out(self) -> None:
+        """A batch is given out that knows its samples, with which the model is called somehow."""
+        if self._is_aside:
+            self.stand_in()
+        self.scout.look_out()
 
     def _is_of_the_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is the training's, and not one of a thread that is beside it: no such one
@@ -787,7 +818,7 @@ class SkipEngine:
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
-        self._forward = self._attached.attach()
+        self._forward, self._is_aside = self._attached.attach(), False
         if self._method != "forward":
             self.scout.close()
 
@@ -858,6 +889,7 @@ class SkipEngine:
             return
         self._declared = (name, frozen)
         self._num_calls = 0
+        self.stand_in()
         self._thaw.forget()
         self._plans.forget_parked()
         self._place(name, frozen)

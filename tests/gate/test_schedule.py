@@ -4,6 +4,8 @@ import logging
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate import schedule
@@ -78,6 +80,26 @@ def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
     assert losses[0] == losses[1]
     assert sum("would hardly win back" in r.getMessage() for r in caplog.records) == 1
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_a_front_that_training_mode_does_not_change_is_left_to_itself_until_a_pass_begins(tmp_path):
+    losses, data = {}, [(torch.ones(4) * number, number % 3) for number in range(24)]
+    for boundary in ("0", "auto", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        with ActivationCache(model, tmp_path / str(boundary), boundary) as cache:
+            loader, steps = EgeriaLoader(data, 4, cache=cache), []
+
+            def thaw(step, model=model, boundary=boundary, steps=steps):
+                model[0].requires_grad_(step in (8, 9))
+                steps.append(boundary is None or "forward" not in model.__dict__)
+
+            losses[boundary] = train_steps(model, loader, sgd(model), 4, on_step=thaw)[0]
+            assert steps[1:6] == [True] * 5
+            iter(loader)
+            assert "forward" in model.__dict__
+    assert losses["0"] == losses["auto"] == losses[None]
 
 
 class SlowImages(Images):

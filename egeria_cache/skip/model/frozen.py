@@ -128,6 +128,14 @@ class FrozenPrefix:
         """Whether a held module is in training mode: trainers set flags after a validation."""
         return any(map(_is_training, self._modules.values()))
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all that is held is known to do the same in training mode."""
+        return not self._around and all(
+            type(module).__module__.startswith("torch.nn.") and not differs_in_training(module)
+            for module in self
+        )
+
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
         if not any(map(_is_training, self._modules.values())):  # on each call: no call of it
