@@ -76,8 +76,6 @@ class GenerationReport:
     """Decoded."""
     stored_bytes: int
     """Encoded."""
-    lossy_error: float
-    """Relative, root mean square; 0 if lossless."""
     codec: str | None
     created: float
     """Seconds since the epoch, as is `last_used`."""
@@ -200,7 +198,6 @@ def _glance(path: Path) -> GenerationReport:
         directory_bytes(path),
         totals.raw_bytes,
         totals.stored_bytes,
-        totals.error.relative_rms,
         None if totals.codec is None else totals.codec.label,
         math.nan if manifest is None else manifest.created,
         last_use(path),
@@ -336,8 +333,6 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
     print(f"{plain(one.name)}  {one.num_samples:,} records, {sizes}{ratio}")
     print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
-    if one.lossy_error:
-        print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.environment import GoneError
 from egeria_cache.store.disk.files import Totals, inspected
 from egeria_cache.store.disk.manifest import (
@@ -118,8 +117,7 @@ def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcel
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
-        num_new, num_stored = generation.take(records, raw_bytes, totals.codec, totals.error)
-        totals.error = LossyError()  # it is counted once
+        num_new, num_stored = generation.take(records, raw_bytes, totals.codec)
     done.num_records += num_stored
     done.num_known += len(records) - num_new
     done.num_left += num_new - num_stored

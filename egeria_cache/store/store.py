@@ -66,8 +66,6 @@ class StoreStats:
     """Their size decoded."""
     stored_bytes: int
     """Their size encoded."""
-    lossy_error: float
-    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
     bytes_on_disk: int
     """Of the whole directory, in whole pages."""
     limit_bytes: int
@@ -97,14 +95,12 @@ class ActivationStore:
         limit: int | str = "100GB",
         codec: str = "auto",
         *,
-        storage_dtype: str | None = None,
         force_network: bool = False,
     ) -> None:
         self.config = StoreConfig(
             directory=Path(directory).expanduser().absolute(),
             limit_bytes=parse_size(limit),
             codec=codec,
-            storage_dtype=storage_dtype,
             force_network=force_network,
         )
         self._start()
@@ -142,8 +138,6 @@ class ActivationStore:
             StoreError: The fields are no JSON, or the directory cannot be used.
         """
         fields = canonical(fields)
-        if self.config.storage_dtype is not None:
-            fields["storage_dtype"] = self.config.storage_dtype
         name = generation_name(fields)
         with self._lock:
             if self._closed:
@@ -283,7 +277,6 @@ class ActivationStore:
             num_samples=sum(generation.num_samples for generation in alive),
             raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
             stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
-            lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
             bytes_on_disk=directory_bytes(self.config.directory),
             limit_bytes=self.config.limit_bytes,
         )

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.store.codecs.codec import Codec
-from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
@@ -40,7 +39,7 @@ ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
-_TOTALS = struct.Struct("<QQddQ")
+_TOTALS = struct.Struct("<QQQ")
 _NO_CODEC = 255
 
 
@@ -52,24 +51,20 @@ class Totals:
     """Decoded."""
     stored_bytes: int = 0
     """Encoded, with headers."""
-    error: LossyError = field(default_factory=LossyError)
-    """What lossy storage changed."""
     codec: Codec | None = None
     """What records were last written with; each field of each record names its own."""
 
     @classmethod
     def parse(cls, stored: Any) -> Totals:
         """Undo `pack`."""
-        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        raw_bytes, stored_bytes, code = _TOTALS.unpack(stored)
         codec = Codec(code) if code in Codec._value2member_map_ else None
-        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
+        return cls(raw_bytes, stored_bytes, codec)
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
-        error, codec = self.error, self.codec
-        changed = error.squared_error, error.squared_value
-        code = _NO_CODEC if codec is None else codec
-        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)
+        code = _NO_CODEC if self.codec is None else self.codec
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, code)
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -173,7 +168,6 @@ class GenerationFiles:
         records: Encoded,
         raw_bytes: int,
         codec: Codec | None,
-        error: LossyError,
         room: Callable[[int], int],
     ) -> tuple[int, int, Totals]:
         """Store records in one commit, as far as there is room; see `Generation.take`.
@@ -182,7 +176,6 @@ class GenerationFiles:
             records: To be stored.
             raw_bytes: Of all of them, decoded.
             codec: What they were written with.
-            error: What lossy storage changed in them.
             room: Of so many bytes, how many may be added; the directory's lock is held.
         """
         self.check_present()
@@ -193,7 +186,7 @@ class GenerationFiles:
             free = room(growth[-1]) if len(new) else 0
             fitting = new.only([size <= free for size in growth])
             if len(fitting):
-                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
+                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec)
         for key in fitting.keys:
             self.hidden.pop(key, None)
         return len(new), len(fitting), commit.totals
@@ -326,7 +319,7 @@ class _Commit:
         growth: list[int] = (blocks + touched * page).tolist()
         return growth
 
-    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError) -> None:
+    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None) -> None:
         """Write records that are new.
 
         Raises:
@@ -344,7 +337,6 @@ class _Commit:
         self.totals.raw_bytes += raw_bytes
         self.totals.stored_bytes += sum(records.sizes)
         self.totals.codec = codec
-        self.totals.error.join(error)
         self._put(b"about", TOTALS, self.totals.pack())
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:

@@ -17,7 +17,7 @@ from typing import Any
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.own import open_own
 
-FORMAT, ROOT_FORMAT = 3, 1
+FORMAT, ROOT_FORMAT = 4, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
 guessed at. A generation of a lower one is left alone, and goes when room is needed."""
 MANIFEST_NAME = "manifest.json"
