@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
-from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals, salvaged
+from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import read
@@ -291,13 +290,9 @@ class Generation:
         return held and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Encode and store batches in one commit, or what is intact in a damaged file; called by
-        the writer thread alone.
-        """
+        """Encode and store batches in one commit; called by the writer thread alone."""
         num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
-            if jobs[0].aside is not None:
-                self._take_from(jobs[0].aside)
             num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
             num_written = self._commit([job for job in jobs if job.picked])
         except GoneError as gone:
@@ -323,7 +318,11 @@ class Generation:
         if not parts:
             return 0
         records = Encoded.joined(parts)
-        num_new, num_stored = self.take(records, raw_bytes, self._codec)
+        assert self._codec is not None, "it was chosen with the first batch"
+        with self._budget.locked():
+            num_new, num_stored, self.totals = self._files.store(
+                records, raw_bytes, self._codec, self._budget.make_room
+            )
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -350,46 +349,6 @@ class Generation:
         if not job.unchanged():
             raise ValueError("a tensor was changed after put_batch and before it was stored")
         return encoded
-
-    def take(self, records: Encoded, raw_bytes: int, codec: Codec | None) -> tuple[int, int]:
-        """Store encoded records in one commit, now, as far as there is room.
-
-        Args:
-            records: Of this generation.
-            raw_bytes: Of all of them, decoded.
-            codec: What they were written with.
-
-        Returns:
-            How many were not there yet, and how many of those were stored.
-
-        Raises:
-            GoneError: Void, closed, or removed under us.
-            StoreError: Another process holds the directory's lock.
-            ValueError: Others have stored records of another layout.
-            OSError: The disk is full, or fails.
-        """
-        with self._budget.locked():
-            num_new, num_stored, self.totals = self._files.store(
-                records, raw_bytes, codec, self._budget.make_room
-            )
-        return num_new, num_stored
-
-    def salvage(self, aside: Path) -> None:
-        """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
-        self._queued(1)
-        if not self._writer.submit(Job(self, [], [], Rows(False, {}), aside=aside)):
-            self._queued(-1)
-
-    def _take_from(self, aside: Path) -> None:
-        num_found = 0
-        try:
-            for records in salvaged(aside, self._files.identity):
-                num_found += self.take(records, sum(records.sizes), None)[1]
-                if not self._takes_more or not self._writer.alive:
-                    break
-        except (OSError, ValueError, StoreError) as error:
-            logger.info("%s: salvaging ended: %s", self.name, error)
-        logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""

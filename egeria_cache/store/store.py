@@ -170,7 +170,6 @@ class ActivationStore:
             time.sleep(0.001)
 
     def _open(self, directory: Path, fields: Mapping[str, Any], num_expected: int) -> Generation:
-        aside = None
         if not self.writable:
             opened = self._open_files(directory, fields)
         else:
@@ -180,19 +179,15 @@ class ActivationStore:
                 try:
                     opened = self._open_files(directory, fields)
                 except DamagedError as damage:
-                    # It is only a cache: what cannot be salvaged is filled again, beside what is
-                    # left.
+                    # It is only a cache: it is filled again, beside what is left.
                     aside = set_aside(directory)
                     logger.warning("%s; it is set aside as %s", damage, aside.name)
                     opened = self._open_files(directory, fields)
                 self._budget.make_room(0)  # the limit may be lower than it was
-        generation = Generation(
+        return Generation(
             *opened, writer=self._writer, budget=self._budget, counts=self._counts,
             config=self.config, num_expected=num_expected,
         )  # fmt: skip
-        if aside is not None:
-            generation.salvage(aside)
-        return generation
 
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]

@@ -172,7 +172,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         meanwhile = Rows(False, {"y": torch.ones(1, 3)})  # another process has stored some
         encoded = encode_rows(encode_keys([50]), [0], meanwhile, Codec.RAW, Coder())
         with pytest.raises(ValueError, match="another layout"):
-            store._own().take(encoded, 0, None)
+            store._own()._files.store(encoded, 0, Codec.RAW, lambda needed: needed)
         for _ in range(2):
             found, hit = store.get_batch([0, 50, 2])
             assert hit.tolist() == [True, False, True]

@@ -24,7 +24,6 @@ from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
-from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
 
@@ -40,7 +39,6 @@ ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
 _TOTALS = struct.Struct("<QQQ")
-_NO_CODEC = 255
 
 
 @dataclass(slots=True)
@@ -63,8 +61,7 @@ class Totals:
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
-        code = _NO_CODEC if self.codec is None else self.codec
-        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, code)
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, self.codec)
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -167,16 +164,24 @@ class GenerationFiles:
         self,
         records: Encoded,
         raw_bytes: int,
-        codec: Codec | None,
+        codec: Codec,
         room: Callable[[int], int],
     ) -> tuple[int, int, Totals]:
-        """Store records in one commit, as far as there is room; see `Generation.take`.
+        """Store records in one commit, as far as there is room.
 
         Args:
             records: To be stored.
             raw_bytes: Of all of them, decoded.
             codec: What they were written with.
             room: Of so many bytes, how many may be added; the directory's lock is held.
+
+        Returns:
+            How many were not there yet, how many of those were stored, and the sums over all.
+
+        Raises:
+            GoneError: Void, closed, or removed under us.
+            ValueError: Others have stored records of another layout.
+            OSError: The disk is full, or fails.
         """
         self.check_present()
         with self._environment.transaction(writes=True) as transaction:
@@ -319,7 +324,7 @@ class _Commit:
         growth: list[int] = (blocks + touched * page).tolist()
         return growth
 
-    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None) -> None:
+    def add(self, records: Encoded, raw_bytes: int, codec: Codec) -> None:
         """Write records that are new.
 
         Raises:
@@ -376,62 +381,3 @@ class _Commit:
 
     def _put(self, table: bytes, key: bytes, value: Any) -> None:
         self._transaction.put(key, value, db=self._tables[table])
-
-
-# -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------
-
-PAGE_BYTES = 4096
-_PAGE = struct.Struct("<QHHI")
-"""Its number, nothing, flags; how many pages a large value has."""
-_LEAF, _LARGE = 2, 4
-_NODE = struct.Struct("<HHHH")
-"""Bytes of the value, low and high; flags; bytes of the key."""
-
-
-def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
-    """Yield the intact records of each block of more than half a page.
-
-    Args:
-        directory: The generation's, wherever it lies now.
-        identity: Of the generation, as it was named.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    with open(open_own(directory / DATA_NAME, os.O_RDONLY), "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        layouts = {*_layouts(file.fileno(), size, identity)}
-        for page, flags, count in _pages(file.fileno(), size):
-            if flags & _LARGE and 0 < count <= size // PAGE_BYTES - page:
-                with contextlib.suppress(OSError):
-                    block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
-                    for layout in layouts:
-                        if found := [*_intact(memoryview(block), layout, identity)]:
-                            yield Encoded.of(layout, found)
-
-
-def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, flags and count of the pages that begin with their own number."""
-    for page in range(2, size // PAGE_BYTES):
-        with contextlib.suppress(OSError):
-            number, _, flags, count = _PAGE.unpack(os.pread(descriptor, 16, page * PAGE_BYTES))
-            if number == page:
-                yield page, flags, count
-
-
-def _layouts(descriptor: int, size: int, identity: int) -> Iterator[Layout]:
-    """Yield what is a layout, by its hash, in any leaf of the tree."""
-    for page, flags, _ in _pages(descriptor, size):
-        with contextlib.suppress(OSError, RecordError, struct.error):
-            content = os.pread(descriptor, PAGE_BYTES, page * PAGE_BYTES) if flags & _LEAF else b""
-            if (at := content.find(LAYOUT, 24)) >= 0:
-                low, high, _, _ = _NODE.unpack_from(content, at - _NODE.size)
-                begin = at + len(LAYOUT)
-                yield Layout.unsealed(content[begin : begin + (low | high << 16)], identity)
-
-
-def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[memoryview]:
-    for record in split_block(block):
-        with contextlib.suppress(RecordError):
-            open_record(key_of(record), record, layout, identity)
-            yield record

@@ -114,11 +114,6 @@ class Encoded:
         return [sum(map(len, one)) for one in self.pieces]
 
     @classmethod
-    def of(cls, layout: Layout, records: Sequence[Any]) -> Encoded:
-        """Return whole records, each of which tells its key."""
-        return cls(layout, [key_of(one) for one in records], [(one,) for one in records])
-
-    @classmethod
     def joined(cls, parts: Sequence[Encoded]) -> Encoded:
         """Return all records in one; of all parts or of none something is superseded."""
         replaces = parts[0].replaced is not None
@@ -267,7 +262,6 @@ def _encode_free(value: Value, codec: Codec, coder: Coder) -> tuple[Codec, bytes
 class Record:
     """An intact record, still encoded."""
 
-    whole: memoryview
     layout: Layout
     codecs: tuple[int, ...]
     """Per field."""
@@ -368,4 +362,4 @@ def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Re
     checksum = checksum_of(view[CHECKSUM_BYTES:end], payload, identity ^ layout.seed)
     if ends[-1] != size or checksum != expected:
         raise RecordError("the checksum does not match")
-    return Record(view, layout, tuple(word >> 56 for word in words), payload)
+    return Record(layout, tuple(word >> 56 for word in words), payload)
