@@ -11,6 +11,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 Codec = Literal["auto", "raw", "zstd", "split+zstd", "bitmap+split"]
 """How records are compressed: docs/format.md."""
+StorageDtype = Literal["float16", "bfloat16", "int8"]
+"""Lossy number formats on disk."""
 Gate = Literal["auto", "always", "never"]
 """When batches are served from the cache."""
 Padding = Literal["proved", "unread"]

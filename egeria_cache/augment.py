@@ -1,20 +1,24 @@
 """Augmentation behind the boundary: drawn anew in every step, whatever is served.
 
-An operation takes features, (B, C, H, W) maps or (B, T, W) tokens, and returns features; it draws
-from torch's default generator. `FeatureAugment` applies some of them while the model is in training
-mode, on hits and misses alike, since it stands where nothing is skipped.
+An operation takes features, (B, C, H, W) maps or (B, T, W) tokens, and a generator, None for
+torch's default one, and returns features. `FeatureAugment` applies some of them while the model is
+in training mode, on hits and misses alike, since it stands where nothing is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-Operation = Callable[[Tensor], Tensor]
+from egeria_cache.errors import EgeriaError
+
+Operation = Callable[[Tensor, torch.Generator | None], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -24,9 +28,9 @@ class Flip:
 
     p: float = 0.5
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the maps, some of them mirrored."""
-        chosen = _uniform(x, (len(x),)) < self.p
+        chosen = _uniform(x, (len(x),), generator) < self.p
         return torch.where(_over(chosen, x), x.flip(-1), x)
 
 
@@ -39,9 +43,9 @@ class Translate:
 
     most: int = 1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the maps, shifted."""
-        down, right = torch.randint(-self.most, self.most + 1, (2,)).tolist()
+        down, right = torch.randint(-self.most, self.most + 1, (2,), generator=generator).tolist()
         padded = nn.functional.pad(x, (self.most,) * 4)
         rows, columns = self.most - down, self.most - right
         return padded[..., rows : rows + x.shape[-2], columns : columns + x.shape[-1]]
@@ -54,11 +58,11 @@ class Crop:
 
     keep: float = 0.9
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the window."""
         for dim in (1,) if x.dim() == 3 else (-2, -1):
             size = max(1, round(self.keep * x.shape[dim]))
-            first = int(torch.randint(x.shape[dim] - size + 1, ()))
+            first = int(torch.randint(x.shape[dim] - size + 1, (), generator=generator))
             x = x.narrow(dim, first, size)
         return x
 
@@ -69,10 +73,10 @@ class Dropout:
 
     p: float = 0.1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the features, some of them zero."""
         shape = x.shape[:2] if x.dim() == 4 else x.shape
-        kept = _uniform(x, tuple(shape)) >= self.p
+        kept = _uniform(x, tuple(shape), generator) >= self.p
         return x * _over(kept, x) / (1 - self.p)
 
 
@@ -82,9 +86,9 @@ class Noise:
 
     scale: float = 0.1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the features and noise."""
-        noise = torch.randn(x.shape, dtype=x.dtype).to(x.device)
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         return x + self.scale * x.detach().std() * noise
 
 
@@ -94,10 +98,10 @@ class Jitter:
 
     scale: float = 0.2
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the features, their channels scaled."""
         shape = x.shape[:2] if x.dim() == 4 else (len(x), 1, x.shape[-1])
-        factor = 1 + self.scale * (2 * _uniform(x, tuple(shape)) - 1)
+        factor = 1 + self.scale * (2 * _uniform(x, tuple(shape), generator) - 1)
         return x * _over(factor, x)
 
 
@@ -111,14 +115,16 @@ class Mixup:
     weight: float = field(default=1.0, init=False, repr=False)
     """The part of each that was its own."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the blended features."""
-        self.weight, self.order = self._drawn(x)
+        self.weight, self.order = self._drawn(x, generator)
         return torch.lerp(x[self.order], x, self.weight)
 
-    def _drawn(self, x: Tensor) -> tuple[float, Tensor]:
-        weight = float(torch.distributions.Beta(self.alpha, self.alpha).sample())
-        return max(weight, 1 - weight), torch.randperm(len(x)).to(x.device)
+    def _drawn(self, x: Tensor, generator: torch.Generator | None) -> tuple[float, Tensor]:
+        # torch's Beta takes no generator.
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        weight = float(np.random.default_rng(seed).beta(self.alpha, self.alpha))
+        return max(weight, 1 - weight), torch.randperm(len(x), generator=generator).to(x.device)
 
     def loss(self, criterion: Loss, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss against the targets of both; against the sample's own in evaluation."""
@@ -135,12 +141,12 @@ class CutMix(Mixup):
 
     alpha: float = 1.0
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the maps, each with a window of another."""
-        weight, self.order = self._drawn(x)
+        weight, self.order = self._drawn(x, generator)
         height, width = (round(size * (1 - weight) ** 0.5) for size in x.shape[-2:])
-        top = int(torch.randint(x.shape[-2] - height + 1, ()))
-        left = int(torch.randint(x.shape[-1] - width + 1, ()))
+        top = int(torch.randint(x.shape[-2] - height + 1, (), generator=generator))
+        left = int(torch.randint(x.shape[-1] - width + 1, (), generator=generator))
         inside = torch.zeros(x.shape[-2:], dtype=torch.bool, device=x.device)
         inside[top : top + height, left : left + width] = True
         self.weight = 1 - height * width / (x.shape[-2] * x.shape[-1])
@@ -181,7 +187,7 @@ class FeatureAugment(nn.Module):
                 "before another module"
             )
         for operation in self.operations:
-            x = operation(x)
+            x = operation(x, None)
         return x
 
     def extra_repr(self) -> str:
@@ -189,11 +195,71 @@ class FeatureAugment(nn.Module):
         return ", ".join(map(repr, self.operations))
 
 
-def _uniform(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.rand(shape).to(x.device)
+def _uniform(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator).to(x.device)
 
 
 def _over(values: Tensor, x: Tensor) -> Tensor:
     """Give what belongs to samples, or to their channels, the dimensions of the features."""
     values = values if values.dtype == torch.bool else values.to(x.dtype)
     return values.reshape(*values.shape, *[1] * (x.dim() - values.dim()))
+
+
+class _Returned(BaseException):
+    """Leaves the model once the boundary has returned."""
+
+
+def commutes(
+    call: Callable[..., Any],
+    boundary: nn.Module,
+    inputs: Tensor,
+    before: Operation,
+    after: Operation,
+    seed: int,
+) -> float:  # fmt: skip
+    """Return how far augmenting before and after the front are apart, in units of the distance
+    between two samples' features: 0 where they are the same.
+
+    Args:
+        call: Calls the model with inputs (B, ...).
+        boundary: The last frozen module.
+        inputs: Of at least two samples.
+        before: On the inputs.
+        after: On the features.
+        seed: Both draw the same.
+
+    Raises:
+        EgeriaError: The boundary does not return one batch of features of one shape.
+    """
+    plain = _features(call, boundary, inputs)
+    early = _features(call, boundary, before(inputs, torch.Generator().manual_seed(seed)))
+    late = after(plain, torch.Generator().manual_seed(seed))
+    if early.shape != late.shape:
+        shapes = f"{tuple(early.shape)} and {tuple(late.shape)}"
+        raise EgeriaError(f"augmenting before and after the front gives features of {shapes}")
+    apart = _distance(plain, plain.roll(1, 0))
+    return _distance(early, late) / max(apart, 1e-12)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).float().flatten(1).norm(dim=1).mean())
+
+
+def _features(call: Callable[..., Any], boundary: nn.Module, inputs: Tensor) -> Tensor:
+    found: list[Any] = []
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        found.append(output)
+        raise _Returned
+
+    handle = boundary.register_forward_hook(leave)
+    try:
+        with torch.no_grad():
+            call(inputs)
+    except _Returned:
+        pass
+    finally:
+        handle.remove()
+    if not found or not isinstance(found[0], Tensor) or len(found[0]) != len(inputs):
+        raise EgeriaError("the boundary does not return one tensor with a row for each sample")
+    return found[0]

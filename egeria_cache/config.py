@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria_cache.arguments import Codec, check_choice
+from egeria_cache.arguments import Codec, StorageDtype, check_choice
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
@@ -49,6 +49,8 @@ class StoreConfig:
     """Hard bound on disk use of the whole directory; past it new samples are not stored."""
     codec: str = "auto"
     """One of `Codec`; "auto" decides from the first records of each generation."""
+    storage_dtype: str | None = None
+    """One of `StorageDtype`, or None: lossless."""
     force_network: bool = False
     """Use the directory even if it lies on a network filesystem, and whoever owns it there."""
 
@@ -56,3 +58,5 @@ class StoreConfig:
         if self.limit_bytes <= 0:
             raise ValueError(f"limit_bytes must be positive, got {self.limit_bytes}")
         check_choice("codec", self.codec, Codec)
+        if self.storage_dtype is not None:
+            check_choice("storage_dtype", self.storage_dtype, StorageDtype)

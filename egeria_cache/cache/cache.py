@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from egeria_cache.arguments import (
     Codec,
@@ -23,14 +23,16 @@ from egeria_cache.arguments import (
     check_whole_number,
     names_known,
 )
+from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi, Passes
 from egeria_cache.device import device_of, runs_late
+from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads
-from egeria_cache.skip import SkipEngine, inner_model
+from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
@@ -254,6 +256,46 @@ class ActivationCache:
         warnings.warn(
             f"ActivationCache.fill() does nothing any more: {what}", FutureWarning, stacklevel=2
         )
+
+    def commutes(
+        self, loader: Any, before: Operation, after: Operation | None = None, *, seed: int = 0
+    ) -> float:
+        """Measure how well augmenting the front's output stands for augmenting its input.
+
+        Args:
+            loader: Its first 64 samples are taken; the first tensor that the model is called with
+                is augmented.
+            before: An operation of `egeria_cache.augment` on the inputs.
+            after: The one on the features; the same by default. Both draw the same numbers.
+            seed: Of these.
+
+        Returns:
+            The distance between the two, in units of that between two samples: 0 where they are the
+            same, about 1 where they have nothing to do with each other.
+
+        Raises:
+            EgeriaError: Nothing is frozen, or inputs or features are no batch of tensors.
+        """
+        name = self._moves.frozen
+        if name is None:
+            raise EgeriaError("nothing is frozen: set a boundary, and call the model once")
+        generators, model = RandomState.now(), self._engine.model
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            rows = [loader.dataset[index] for index in range(min(64, len(loader.dataset)))]
+            first, *rest = ordinary_arguments(model, loader.collate_fn(rows)) or [None]
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                raise EgeriaError("the model's first argument is no batch of numbers to augment")
+            front = model.get_submodule(name)
+            return commutes(
+                lambda inputs: self._engine.computed(inputs, *rest),
+                front, first, before, after or before, seed,
+            )  # fmt: skip
+        finally:
+            for module, training in modes:
+                module.training = training
+            generators.restore()
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""

@@ -22,14 +22,12 @@ from egeria_cache.inspect.words import plain
 from egeria_cache.store import DamagedError
 from egeria_cache.version import __version__
 
-COMMANDS = ("ls", "show", "verify", "diff", "prune")
+COMMANDS = ("ls", "show", "verify", "diff", "prune", "pack", "unpack")
 
 GONE = {
     "clear": "prune --unused removes what no process uses",
     "fill": "the first epoch of the training stores all that it computes",
-    "pack": "copy the generation's directory (rsync -a) while no process uses it",
     "plan": "cache.report() tells in the training what a cache brings",
-    "unpack": "copy the generation's directory (rsync -a) while no process uses it",
     "watch": "cache.stats() and cache.report() tell it in the training script",
 }
 """Commands that were, and what does it now."""
@@ -47,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return HEALTHY
         _check_order(arguments)
         options = _parser().parse_args(arguments)
-        code: int = options.run(options, survey(options.directory))
+        makes_directory = options.run is report.unpack
+        survey_ = () if makes_directory else (survey(options.directory),)
+        code: int = options.run(options, *survey_)
         return code
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
@@ -100,6 +100,15 @@ def _parser() -> argparse.ArgumentParser:
         "--damaged", action="store_true", help="those set aside, or known to be damaged"
     )
     prune.add_argument("--yes", action="store_true", help="remove them")
+    packing = command("pack", report.pack, "write one generation to one file, for another machine")
+    packing.add_argument("generation", metavar="GEN")
+    packing.add_argument("file", metavar="FILE", help="'-' for standard output")
+    unpacking = command("unpack", report.unpack, "store a packed generation")
+    unpacking.add_argument("file", metavar="FILE", help="'-' for standard input")
+    unpacking.add_argument("--limit", metavar="SIZE", default="100GB", help="default 100GB")
+    unpacking.add_argument(
+        "--force-network", action="store_true", help="DIR may lie on a network filesystem"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What the commands of `cache-inspect DIR` read of a directory, show or remove.
+"""What the commands of `cache-inspect DIR` read of a directory, show, remove or copy.
 
 Each takes the arguments and a survey of the directory, and returns the exit code. Reading disturbs
 no live run that is writing to the directory.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from egeria_cache.cache import draws_noted
 from egeria_cache.config import parse_size
@@ -28,10 +30,12 @@ from egeria_cache.store import (
     ROOT_FORMAT,
     ROOT_NAME,
     SET_ASIDE,
+    ActivationStore,
     Coder,
     DamagedError,
     GoneError,
     Manifest,
+    Parcelled,
     Record,
     RecordError,
     Totals,
@@ -45,10 +49,14 @@ from egeria_cache.store import (
     read_json,
     remove_generations,
 )
+from egeria_cache.store import pack as pack_generation
+from egeria_cache.store import unpack as unpack_generation
 from egeria_cache.tables import size
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+STREAM = "-"
+"""Stands for standard input or output."""
 _LISTED = {
     "generation": "<", "boundary": "<", "samples": ">", "on disk": ">", "codec": "<", "used": "<",
 }  # fmt: skip
@@ -68,6 +76,8 @@ class GenerationReport:
     """Decoded."""
     stored_bytes: int
     """Encoded."""
+    lossy_error: float
+    """Relative, root mean square; 0 if lossless."""
     codec: str | None
     created: float
     """Seconds since the epoch, as is `last_used`."""
@@ -190,6 +200,7 @@ def _glance(path: Path) -> GenerationReport:
         directory_bytes(path),
         totals.raw_bytes,
         totals.stored_bytes,
+        totals.error.relative_rms,
         None if totals.codec is None else totals.codec.label,
         math.nan if manifest is None else manifest.created,
         last_use(path),
@@ -325,6 +336,8 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
     print(f"{plain(one.name)}  {one.num_samples:,} records, {sizes}{ratio}")
     print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
+    if one.lossy_error:
+        print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
         ("holds", inside.fields),
@@ -445,3 +458,84 @@ def _remove(
 
 def _generation_json(one: GenerationReport) -> dict[str, Any]:
     return {**dataclasses.asdict(one), "ratio": one.ratio}
+
+
+def pack(options: argparse.Namespace, report: CacheReport) -> int:
+    """Write one generation to a file; 1 if damaged records were left out.
+
+    Raises:
+        ValueError: The file is there already.
+        StoreError: There is no such generation, or it cannot be read.
+        OSError: The file cannot be written.
+    """
+    one = find_generation(report, options.generation)
+    with _written(options.file) as out:
+        done = pack_generation(report.directory / one.name, out)
+    _tell(options, done, {"packed": done.num_records, "damaged": done.num_damaged})
+    return 1 if done.num_damaged else 0
+
+
+def unpack(options: argparse.Namespace) -> int:
+    """Store a packed generation; 1 if the limit had no room for all of it.
+
+    Raises:
+        DamagedError: The file is not what was packed.
+        StoreError: The directory cannot be used.
+        OSError: The file cannot be read.
+    """
+    with (
+        _read(options.file) as stream,
+        ActivationStore(
+            options.directory, parse_size(options.limit), force_network=options.force_network
+        ) as store,
+    ):
+        done = unpack_generation(stream, store)
+    _tell(
+        options,
+        done,
+        {"stored": done.num_records, "known": done.num_known, "no_room": done.num_left},
+    )
+    return 1 if done.num_left else 0
+
+
+def _tell(options: argparse.Namespace, done: Parcelled, counts: dict[str, int]) -> None:
+    # Standard output may be the stream.
+    out = sys.stderr if options.file == STREAM else sys.stdout
+    if options.json and out is sys.stdout:
+        fields: dict[str, Any] = {"generation": done.name, **counts, "bytes": done.num_bytes}
+        print_json(fields)
+        return
+    words = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+    print(f"{plain(done.name)}: records: {words}; {size(done.num_bytes)}", file=out)
+
+
+@contextlib.contextmanager
+def _written(name: str) -> Iterator[BinaryIO]:
+    """Yield what is written to; a file is there whole, or not at all."""
+    if name == STREAM:
+        yield sys.stdout.buffer
+        return
+    path = Path(name)
+    if os.path.lexists(path):
+        raise ValueError(f"{path} is there already; remove it, or give another name")
+    partial = path.with_name(path.name + ".partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        with open(os.open(partial, flags, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _read(name: str) -> Iterator[BinaryIO]:
+    if name == STREAM:
+        yield sys.stdin.buffer
+        return
+    with open(name, "rb") as file:
+        yield file

@@ -8,7 +8,7 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
 the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
-(`environment`), and what lies in it (`files`).
+(`environment`), and what lies in it (`files`). What `cache-inspect` copies: `parcel`.
 """
 
 from egeria_cache.store.codecs.codec import Codec, Coder
@@ -32,6 +32,7 @@ from egeria_cache.store.disk.manifest import (
 from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import has_kernel
+from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import RecordError
@@ -41,7 +42,7 @@ from egeria_cache.store.store import ActivationStore
 __all__ = [
     "FORMAT", "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "Codec", "Coder",
     "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
-"Record", "RecordError", "Totals", "decode_key", "directory_bytes",
+    "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
     "generation_directories", "has_kernel", "in_use_elsewhere", "inspected", "is_unfinished",
-    "last_use", "read_json", "remove_generations", "write_json",
+    "last_use", "pack", "read_json", "remove_generations", "unpack", "write_json",
 ]  # fmt: skip

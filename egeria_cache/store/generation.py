@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +24,10 @@ from egeria_cache.config import StoreConfig
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
-from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals
+from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals, salvaged
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import read
@@ -117,6 +119,7 @@ class Generation:
         self._writer, self._budget = writer, budget
         self._codec: Codec | None = None if config.codec == "auto" else Codec.named(config.codec)
         self._coder = Coder()
+        self._storage = config.storage_dtype
         self.num_expected = num_expected
         """Records that it will hold when all are stored; 0 if nobody said."""
         self._lock = threading.Lock()
@@ -290,9 +293,13 @@ class Generation:
         return held and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Encode and store batches in one commit; called by the writer thread alone."""
+        """Encode and store batches in one commit, or what is intact in a damaged file; called by
+        the writer thread alone.
+        """
         num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
+            if jobs[0].aside is not None:
+                self._take_from(jobs[0].aside)
             num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
             num_written = self._commit([job for job in jobs if job.picked])
         except GoneError as gone:
@@ -307,22 +314,20 @@ class Generation:
 
     def _commit(self, jobs: Sequence[Job]) -> int:
         """Store what can be; return how many rows are stored then, also by others."""
-        parts, raw_bytes = list[Encoded](), 0
+        parts, raw_bytes, error = list[Encoded](), 0, LossyError()
         for job in jobs if self._takes_more else ():
+            own = LossyError()
             try:
-                parts.append(self._encode(job, parts))
+                parts.append(self._encode(job, own, parts))
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
+            error.join(own)
             raw_bytes += job.num_bytes * len(job.picked) // len(job.keys)
         if not parts:
             return 0
         records = Encoded.joined(parts)
-        assert self._codec is not None, "it was chosen with the first batch"
-        with self._budget.locked():
-            num_new, num_stored, self.totals = self._files.store(
-                records, raw_bytes, self._codec, self._budget.make_room
-            )
+        num_new, num_stored = self.take(records, raw_bytes, self._codec, error)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -335,7 +340,7 @@ class Generation:
                 )  # fmt: skip
         return len(records) - num_new + num_stored
 
-    def _encode(self, job: Job, before: Sequence[Encoded]) -> Encoded:
+    def _encode(self, job: Job, error: LossyError, before: Sequence[Encoded]) -> Encoded:
         """Return the records of a batch, of the layout of those before it."""
         for arrived in job.ready:
             arrived.synchronize()
@@ -343,12 +348,55 @@ class Generation:
         with self._files.reading() as view:
             known = view.layout or (before[0].layout if before else None)
         encoded = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder,
+            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
             self._files.identity, job.replaced, known,
         )  # fmt: skip
         if not job.unchanged():
             raise ValueError("a tensor was changed after put_batch and before it was stored")
         return encoded
+
+    def take(
+        self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError
+    ) -> tuple[int, int]:
+        """Store encoded records in one commit, now, as far as there is room.
+
+        Args:
+            records: Of this generation.
+            raw_bytes: Of all of them, decoded.
+            codec: What they were written with.
+            error: What lossy storage changed in them.
+
+        Returns:
+            How many were not there yet, and how many of those were stored.
+
+        Raises:
+            GoneError: Void, closed, or removed under us.
+            StoreError: Another process holds the directory's lock.
+            ValueError: Others have stored records of another layout.
+            OSError: The disk is full, or fails.
+        """
+        with self._budget.locked():
+            num_new, num_stored, self.totals = self._files.store(
+                records, raw_bytes, codec, error, self._budget.make_room
+            )
+        return num_new, num_stored
+
+    def salvage(self, aside: Path) -> None:
+        """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
+        self._queued(1)
+        if not self._writer.submit(Job(self, [], [], Rows(False, {}), aside=aside)):
+            self._queued(-1)
+
+    def _take_from(self, aside: Path) -> None:
+        num_found = 0
+        try:
+            for records in salvaged(aside, self._files.identity):
+                num_found += self.take(records, sum(records.sizes), None, LossyError())[1]
+                if not self._takes_more or not self._writer.alive:
+                    break
+        except (OSError, ValueError, StoreError) as error:
+            logger.info("%s: salvaging ended: %s", self.name, error)
+        logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
 
     def _choose_codec(self, job: Job) -> Codec:
         """Decide once, from the first batch."""
@@ -357,7 +405,9 @@ class Generation:
         if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
-            self._codec, trials = choose_codec(job.keys, job.picked, job.rows, self._coder)
+            self._codec, trials = choose_codec(
+                job.keys, job.picked, job.rows, self._coder, self._storage
+            )
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         return self._codec
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
+from egeria_cache.store.codecs.lossy import unpack
 from egeria_cache.store.disk.files import Entries, GenerationFiles, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
@@ -142,6 +143,9 @@ class Fetched:
             self._keys,
             waits=self._waits,
         )
+        for at, one in enumerate(fields):
+            if one.storage is not None and one.dtype is not None:
+                columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         self.hit = found == INTACT
         if num_intact == len(found):
             return columns
@@ -209,9 +213,10 @@ def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
 
 
 def _allocate(field: FieldLayout, count: int, pin_memory: bool) -> Tensor:
-    """Return uninitialised room for rows."""
+    """Return uninitialised room for rows as they are stored."""
     shape, dtype = (count, *field.shape), field.dtype
-    assert dtype is not None
+    if field.storage is not None or dtype is None:
+        shape, dtype = (count, field.num_bytes), torch.uint8
     if pin_memory or count * field.num_bytes < MAPPED_BYTES:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
     return torch.from_numpy(np.empty(count * field.num_bytes, np.uint8)).view(dtype).view(shape)

@@ -66,6 +66,8 @@ class StoreStats:
     """Their size decoded."""
     stored_bytes: int
     """Their size encoded."""
+    lossy_error: float
+    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
     bytes_on_disk: int
     """Of the whole directory, in whole pages."""
     limit_bytes: int
@@ -95,12 +97,14 @@ class ActivationStore:
         limit: int | str = "100GB",
         codec: str = "auto",
         *,
+        storage_dtype: str | None = None,
         force_network: bool = False,
     ) -> None:
         self.config = StoreConfig(
             directory=Path(directory).expanduser().absolute(),
             limit_bytes=parse_size(limit),
             codec=codec,
+            storage_dtype=storage_dtype,
             force_network=force_network,
         )
         self._start()
@@ -138,6 +142,8 @@ class ActivationStore:
             StoreError: The fields are no JSON, or the directory cannot be used.
         """
         fields = canonical(fields)
+        if self.config.storage_dtype is not None:
+            fields["storage_dtype"] = self.config.storage_dtype
         name = generation_name(fields)
         with self._lock:
             if self._closed:
@@ -170,6 +176,7 @@ class ActivationStore:
             time.sleep(0.001)
 
     def _open(self, directory: Path, fields: Mapping[str, Any], num_expected: int) -> Generation:
+        aside = None
         if not self.writable:
             opened = self._open_files(directory, fields)
         else:
@@ -179,15 +186,19 @@ class ActivationStore:
                 try:
                     opened = self._open_files(directory, fields)
                 except DamagedError as damage:
-                    # It is only a cache: it is filled again, beside what is left.
+                    # It is only a cache: what cannot be salvaged is filled again, beside what is
+                    # left.
                     aside = set_aside(directory)
                     logger.warning("%s; it is set aside as %s", damage, aside.name)
                     opened = self._open_files(directory, fields)
                 self._budget.make_room(0)  # the limit may be lower than it was
-        return Generation(
+        generation = Generation(
             *opened, writer=self._writer, budget=self._budget, counts=self._counts,
             config=self.config, num_expected=num_expected,
         )  # fmt: skip
+        if aside is not None:
+            generation.salvage(aside)
+        return generation
 
     def _open_files(
         self, directory: Path, fields: Mapping[str, Any]
@@ -272,6 +283,7 @@ class ActivationStore:
             num_samples=sum(generation.num_samples for generation in alive),
             raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
             stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
+            lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
             bytes_on_disk=directory_bytes(self.config.directory),
             limit_bytes=self.config.limit_bytes,
         )

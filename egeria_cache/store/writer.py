@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,16 @@ class Job:
         rows: The batch.
         ready: Points after the copies from the device; none where the rows are there.
         replaced: Per row the last draw that it supersedes, as a key.
+        aside: No rows: a damaged generation, of which the target takes what is intact.
     """
 
     def __init__(
         self, target: Any, keys: Sequence[bytes], picked: Sequence[int], rows: Rows,
         ready: Sequence[Event] = (), replaced: Sequence[bytes | None] | None = None,
+        aside: Path | None = None,
     ) -> None:  # fmt: skip
         self.target, self.keys, self.picked, self.rows = target, keys, picked, rows
-        self.ready, self.replaced = ready, replaced
+        self.ready, self.replaced, self.aside = ready, replaced, aside
         # Inference tensors have no version counter.
         self._versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
         self.held_bytes = sum(one.nbytes for one in rows.tensors())
@@ -66,8 +69,8 @@ class Job:
 
     def is_like(self, other: Job) -> bool:
         """They may be committed together."""
-        is_same = self.target is other.target
-        return is_same and (self.replaced is None) == (other.replaced is None)
+        kinds = {(one.target, one.replaced is None, one.aside) for one in (self, other)}
+        return len(kinds) == 1
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""

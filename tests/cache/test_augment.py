@@ -4,18 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from egeria_cache import ActivationCache, EgeriaLoader, FeatureAugment
+from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, FeatureAugment
 from egeria_cache.augment import Crop, CutMix, Dropout, Flip, Jitter, Mixup, Noise, Translate
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
+from tests.helpers.runs import cached
 
 OPERATIONS = [Flip(), Translate(2), Dropout(), Noise(), Jitter(), Mixup(), CutMix()]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=repr)
 @pytest.mark.parametrize("shape", [(6, 4, 8, 8), (6, 8, 8)], ids=["maps", "tokens"])
-def test_an_operation_keeps_the_shape_and_is_decided_by_the_default_generator(operation, shape):
+def test_an_operation_keeps_the_shape_and_is_decided_by_its_generator(operation, shape):
     x = torch.randn(shape)
-    one, same, other = (torch.manual_seed(seed) and operation(x) for seed in (1, 1, 20))
+    one, same, other = (operation(x, torch.Generator().manual_seed(seed)) for seed in (1, 1, 20))
     assert one.shape == x.shape
     assert one.dtype == x.dtype
     assert torch.equal(one, same)
@@ -69,3 +70,18 @@ def test_what_is_no_batch_of_features_is_told():
         augment(torch.randn(3, 4))
     assert "Flip(p=0.5)" in repr(augment)
     assert augment.eval()(torch.ones(2, 2)).shape == (2, 2)
+
+
+def test_what_commutes_with_the_front_is_measured(tmp_path):
+    with cached(tmp_path, gate="auto") as (model, cache):
+        loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
+        modes = [module.training for module in model.modules()]
+        shift, flip = (cache.commutes(loader, one) for one in (Translate(1), Flip()))
+        assert cache.commutes(loader, lambda x, generator: x) == 0
+        assert shift < flip < 2, "convolutions move with their input; they are not mirrored"
+        assert [module.training for module in model.modules()] == modes
+        with pytest.raises(EgeriaError, match="features of"):
+            cache.commutes(loader, Crop(0.5), Flip())
+        cache.set_boundary(None)
+        with pytest.raises(EgeriaError, match="nothing is frozen"):
+            cache.commutes(loader, Flip())

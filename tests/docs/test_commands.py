@@ -25,6 +25,7 @@ COMMANDS = commands()
 ARGS = next(line for line in COMMANDS if line.startswith("ARGS=")).partition("=")[2].strip('"')
 MENTIONS = {
     "cache-inspect DIR [COMMAND]": "cache-inspect DIR ls",
+    "cache-inspect pack": "cache-inspect DIR pack GEN FILE",
 }
 """Short for what is given in full elsewhere."""
 TORCHX = "torchx takes a job apart by itself; tests/examples/test_launchers.py runs it where it is"
@@ -144,5 +145,5 @@ def test_each_option_that_is_told_of_is_there(capsys):
         cache_inspect(words)
         known |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", INSPECT))
-    assert len(told) >= 6
+    assert len(told) >= 7
     assert told <= known, told - known

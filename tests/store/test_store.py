@@ -101,7 +101,7 @@ def test_stats_count_what_happened(store):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [*(({"limit": limit}, r"size|positive") for limit in (0, -5, "0GB", "much", "-1GB")),
-     ({"codec": "gzip"}, "codec must be 'auto'")],
+     ({"codec": "gzip"}, "codec must be 'auto'"), ({"storage_dtype": "float12"}, "float16")],
 )  # fmt: skip
 def test_settings_that_there_are_not_are_refused_with_the_known_ones(directory, settings, match):
     with pytest.raises(ValueError, match=match):

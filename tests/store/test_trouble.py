@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import io
 import os
 import random
 import shutil
@@ -32,6 +33,7 @@ from egeria_cache.store.disk.manifest import (
     write_json,
 )
 from egeria_cache.store.native import SWITCH, kernel
+from egeria_cache.store.parcel import pack
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -187,6 +189,31 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     assert report.bytes_on_disk >= directory_bytes(aside)
 
 
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_of_a_damaged_tree_every_record_that_is_intact_is_salvaged(tmp_path, codec):
+    texts = [str(one) for one in range(200)]
+    values = {"x": torch.randn(200, 700), "label": torch.arange(200), "text": texts}
+    with ActivationStore(tmp_path / "cache", codec=codec) as store:
+        for start in range(0, 200, 20):
+            batch = {name: rows[start : start + 20] for name, rows in values.items()}
+            keep(store, range(start, start + 20), batch)
+        places = entries_of(store, [7])["place"]
+        path = tmp_path / "cache" / store._own().name
+    spoil_tree(path)
+    with (path / "data.mdb").open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff\xff", int(places[0]) + 100)
+    with ActivationStore(tmp_path / "cache", codec=codec) as store:
+        store.contains([0])
+        assert store.flush(DEADLINE_S)
+        assert store.stats().num_samples == 199
+        found, hit = store.get_batch(range(200))
+        assert hit.tolist() == [one != 7 for one in range(200)]
+        rightly = torch.from_numpy(hit)
+        assert torch.equal(found["x"][rightly], values["x"][rightly])
+        assert found["text"] == [None if one == "7" else one for one in texts]
+    assert len(list((tmp_path / "cache").glob("damaged-*"))) == 1
+
+
 def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
     tmp_path, monkeypatch
 ):
@@ -217,6 +244,8 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
     assert damage.sample == "5"
     assert "Input/output error" in damage.reason
     assert (sum(contents(path).variants.values()), contents(path).num_damaged) == (COUNT - 1, 1)
+    done = pack(path, io.BytesIO())
+    assert (done.num_records, done.num_damaged) == (COUNT - 1, 1)
     monkeypatch.undo()
     kernel.cache_clear()
     with ActivationStore(tmp_path / "cache") as store:

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.store.codecs.codec import Codec
+from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
+from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
 
@@ -38,7 +40,8 @@ ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
-_TOTALS = struct.Struct("<QQQ")
+_TOTALS = struct.Struct("<QQddQ")
+_NO_CODEC = 255
 
 
 @dataclass(slots=True)
@@ -49,19 +52,24 @@ class Totals:
     """Decoded."""
     stored_bytes: int = 0
     """Encoded, with headers."""
+    error: LossyError = field(default_factory=LossyError)
+    """What lossy storage changed."""
     codec: Codec | None = None
     """What records were last written with; each field of each record names its own."""
 
     @classmethod
     def parse(cls, stored: Any) -> Totals:
         """Undo `pack`."""
-        raw_bytes, stored_bytes, code = _TOTALS.unpack(stored)
+        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
         codec = Codec(code) if code in Codec._value2member_map_ else None
-        return cls(raw_bytes, stored_bytes, codec)
+        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
-        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, self.codec)
+        error, codec = self.error, self.codec
+        changed = error.squared_error, error.squared_value
+        code = _NO_CODEC if codec is None else codec
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -164,24 +172,18 @@ class GenerationFiles:
         self,
         records: Encoded,
         raw_bytes: int,
-        codec: Codec,
+        codec: Codec | None,
+        error: LossyError,
         room: Callable[[int], int],
     ) -> tuple[int, int, Totals]:
-        """Store records in one commit, as far as there is room.
+        """Store records in one commit, as far as there is room; see `Generation.take`.
 
         Args:
             records: To be stored.
             raw_bytes: Of all of them, decoded.
             codec: What they were written with.
+            error: What lossy storage changed in them.
             room: Of so many bytes, how many may be added; the directory's lock is held.
-
-        Returns:
-            How many were not there yet, how many of those were stored, and the sums over all.
-
-        Raises:
-            GoneError: Void, closed, or removed under us.
-            ValueError: Others have stored records of another layout.
-            OSError: The disk is full, or fails.
         """
         self.check_present()
         with self._environment.transaction(writes=True) as transaction:
@@ -191,7 +193,7 @@ class GenerationFiles:
             free = room(growth[-1]) if len(new) else 0
             fitting = new.only([size <= free for size in growth])
             if len(fitting):
-                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec)
+                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
         for key in fitting.keys:
             self.hidden.pop(key, None)
         return len(new), len(fitting), commit.totals
@@ -324,7 +326,7 @@ class _Commit:
         growth: list[int] = (blocks + touched * page).tolist()
         return growth
 
-    def add(self, records: Encoded, raw_bytes: int, codec: Codec) -> None:
+    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError) -> None:
         """Write records that are new.
 
         Raises:
@@ -342,6 +344,7 @@ class _Commit:
         self.totals.raw_bytes += raw_bytes
         self.totals.stored_bytes += sum(records.sizes)
         self.totals.codec = codec
+        self.totals.error.join(error)
         self._put(b"about", TOTALS, self.totals.pack())
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
@@ -381,3 +384,62 @@ class _Commit:
 
     def _put(self, table: bytes, key: bytes, value: Any) -> None:
         self._transaction.put(key, value, db=self._tables[table])
+
+
+# -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------
+
+PAGE_BYTES = 4096
+_PAGE = struct.Struct("<QHHI")
+"""Its number, nothing, flags; how many pages a large value has."""
+_LEAF, _LARGE = 2, 4
+_NODE = struct.Struct("<HHHH")
+"""Bytes of the value, low and high; flags; bytes of the key."""
+
+
+def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
+    """Yield the intact records of each block of more than half a page.
+
+    Args:
+        directory: The generation's, wherever it lies now.
+        identity: Of the generation, as it was named.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with open(open_own(directory / DATA_NAME, os.O_RDONLY), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        layouts = {*_layouts(file.fileno(), size, identity)}
+        for page, flags, count in _pages(file.fileno(), size):
+            if flags & _LARGE and 0 < count <= size // PAGE_BYTES - page:
+                with contextlib.suppress(OSError):
+                    block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
+                    for layout in layouts:
+                        if found := [*_intact(memoryview(block), layout, identity)]:
+                            yield Encoded.of(layout, found)
+
+
+def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, flags and count of the pages that begin with their own number."""
+    for page in range(2, size // PAGE_BYTES):
+        with contextlib.suppress(OSError):
+            number, _, flags, count = _PAGE.unpack(os.pread(descriptor, 16, page * PAGE_BYTES))
+            if number == page:
+                yield page, flags, count
+
+
+def _layouts(descriptor: int, size: int, identity: int) -> Iterator[Layout]:
+    """Yield what is a layout, by its hash, in any leaf of the tree."""
+    for page, flags, _ in _pages(descriptor, size):
+        with contextlib.suppress(OSError, RecordError, struct.error):
+            content = os.pread(descriptor, PAGE_BYTES, page * PAGE_BYTES) if flags & _LEAF else b""
+            if (at := content.find(LAYOUT, 24)) >= 0:
+                low, high, _, _ = _NODE.unpack_from(content, at - _NODE.size)
+                begin = at + len(LAYOUT)
+                yield Layout.unsealed(content[begin : begin + (low | high << 16)], identity)
+
+
+def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[memoryview]:
+    for record in split_block(block):
+        with contextlib.suppress(RecordError):
+            open_record(key_of(record), record, layout, identity)
+            yield record

@@ -17,7 +17,7 @@ from typing import Any
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.own import open_own
 
-FORMAT, ROOT_FORMAT = 4, 1
+FORMAT, ROOT_FORMAT = 3, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
 guessed at. A generation of a lower one is left alone, and goes when room is needed."""
 MANIFEST_NAME = "manifest.json"
@@ -117,20 +117,30 @@ def read_json(path: Path, newest: int) -> dict[str, Any]:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:  # of now: nothing is wrong with it
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    return parsed(text, newest, path)
+
+
+def parsed(text: bytes, newest: int, name: object) -> dict[str, Any]:
+    """Undo `dumped`; raises as `read_json`, of what has this name."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise DamagedError(f"{path} is damaged: it is not JSON") from None
+        raise DamagedError(f"{name} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise DamagedError(f"{path} was not written by Egeria")
+        raise DamagedError(f"{name} was not written by Egeria")
     if content.pop("sum", (known := _sum_of(content))) != known:  # others may leave it out
-        raise DamagedError(f"{path} is damaged: its checksum does not match")
+        raise DamagedError(f"{name} is damaged: its checksum does not match")
     if content["format"] > newest:
         raise StoreError(
-            f"{path} has format {content['format']}, this release knows up to {newest}; use the "
+            f"{name} has format {content['format']}, this release knows up to {newest}; use the "
             "release that wrote it, or another directory"
         )
     return content
+
+
+def dumped(content: Mapping[str, Any], indent: int | None = 2) -> str:
+    """Return a description as JSON, with a checksum."""
+    return json.dumps({**content, "sum": _sum_of(content)}, indent=indent, sort_keys=True)
 
 
 def _sum_of(content: Mapping[str, Any]) -> str:
@@ -139,13 +149,13 @@ def _sum_of(content: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write with a checksum, beside, and rename over: a reader sees the old or the new one. Nobody
-    waits for a disk: what a power cut takes, its opener writes anew.
+    """Write beside, and rename over: a reader sees the old or the new one. Nobody waits for a disk:
+    what a power cut takes, its opener writes anew.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump({**content, "sum": _sum_of(content)}, file, indent=2, sort_keys=True)
+            file.write(dumped(content))
         beside.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.store.codecs.codec import Elements
+from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
 
 Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""
@@ -57,30 +58,36 @@ class FieldLayout:
     dtype: torch.dtype | None = None
     """None: free, each record tells."""
     shape: tuple[int, ...] = ()
+    storage: Storage = None
+    """Lossy number format of the stored elements; None: `dtype` itself."""
 
     def __str__(self) -> str:
         if self.dtype is None:
             return f"{self.name}: scalar, text or bytes"
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        lossy = f" as {self.storage}" if self.storage else ""
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}{lossy}"
 
     @cached_property
     def num_bytes(self) -> int:
         """Before the codec; -1 if only the record tells."""
-        return -1 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
+        return -1 if self.dtype is None else storage_bytes(self.shape, self.dtype, self.storage)
 
     @cached_property
     def elements(self) -> Elements:
         """What the codec wants to know of the numbers; a complex one is two."""
-        if self.dtype is None:
+        if self.dtype is None or self.storage == "int8":
             return 1, False
+        if self.storage is not None:
+            return 2, True
         if self.dtype.is_complex:
             return self.dtype.itemsize // 2, True
         return self.dtype.itemsize, self.dtype.is_floating_point
 
     def check(self) -> None:
         """Raise `RecordError` if there are no such tensors."""
-        known = all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)
-        if type(self.name) is not str or not known or math.prod(self.shape) > MAX_FIELD_BYTES:
+        known = type(self.name) is str and self.storage in CODES.values()
+        known = known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)
+        if not known or math.prod(self.shape) > MAX_FIELD_BYTES:
             raise RecordError(f"a tensor of shape {self.shape}")
 
 
@@ -109,7 +116,7 @@ class Layout:
         Raises:
             ValueError: A dtype that has no code.
         """
-        fields = [[one.name, code_of(one.dtype), one.shape] for one in self.fields]
+        fields = [[one.name, code_of(one.dtype), one.shape, one.storage] for one in self.fields]
         return json.dumps([self.bare, fields], separators=(",", ":")).encode()
 
     def sealed(self, identity: int) -> bytes:
@@ -136,8 +143,8 @@ class Layout:
             found = cls(
                 bare,
                 tuple(
-                    FieldLayout(name, None if code is None else DTYPES[code], tuple(shape))
-                    for name, code, shape in fields
+                    FieldLayout(name, None if code is None else DTYPES[code], tuple(shape), storage)
+                    for name, code, shape, storage in fields
                 ),
             )
             for one in found.fields:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder, NeedsKernelError
+from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
     DTYPES,
@@ -49,8 +50,8 @@ SAME_BYTES = 0.03
 """Within this margin of the smallest, the codec that decodes fastest is taken."""
 FASTEST = (Codec.SPLIT, Codec.BITMAP, Codec.ZSTD)
 """To decode. What the clock said of a few records beside a training changed from run to run."""
-FREE_HEAD = struct.Struct("<cBB")
-"""Of a tensor that tells itself: "t", dtype, number of dimensions."""
+FREE_HEAD = struct.Struct("<cBBB")
+"""Of a tensor that tells itself: "t", dtype, storage, number of dimensions."""
 
 
 def aligned(size: int) -> int:
@@ -114,6 +115,11 @@ class Encoded:
         return [sum(map(len, one)) for one in self.pieces]
 
     @classmethod
+    def of(cls, layout: Layout, records: Sequence[Any]) -> Encoded:
+        """Return whole records, each of which tells its key."""
+        return cls(layout, [key_of(one) for one in records], [(one,) for one in records])
+
+    @classmethod
     def joined(cls, parts: Sequence[Encoded]) -> Encoded:
         """Return all records in one; of all parts or of none something is superseded."""
         replaces = parts[0].replaced is not None
@@ -157,6 +163,8 @@ def encode_rows(
     rows: Rows,
     codec: Codec,
     coder: Coder,
+    storage: Storage = None,
+    error: LossyError | None = None,
     identity: int = 0,
     replaced: Sequence[bytes | None] | None = None,
     known: Layout | None = None,
@@ -169,6 +177,8 @@ def encode_rows(
         rows: The batch.
         codec: Tried on every field large enough; a field it does not shrink stays raw.
         coder: This thread's own.
+        storage: Lossy number format for the floating-point tensors.
+        error: What the lossy format changes is added here.
         identity: Of the generation; part of the checksums.
         replaced: Per row of the batch, see `Encoded`.
         known: What the generation's records hold; None before the first one.
@@ -177,7 +187,11 @@ def encode_rows(
         TypeError: A value of a type that no record holds.
         ValueError: A record too large, or not of the layout that is known.
     """
-    columns = [_column(name, value) for name, value in rows.fields.items()]
+    storages = {one.name: one.storage for one in known.fields} if known is not None else {}
+    columns = [
+        _column(name, value, storages.get(name, storage), error)
+        for name, value in rows.fields.items()
+    ]
     layout = Layout(rows.bare, tuple(field for field, _ in columns))
     if known is not None and layout != known:
         raise ValueError(
@@ -187,7 +201,7 @@ def encode_rows(
     stored = [
         [coder.encode(data[row], codec, field.elements) for row in picked]
         if isinstance(data, np.ndarray)
-        else [_encode_free(data[row], codec, coder) for row in picked]
+        else [_encode_free(data[row], codec, coder, storage, error) for row in picked]
         for field, data in columns
     ]
     chosen, seed = [keys[row] for row in picked], identity ^ layout.seed
@@ -197,7 +211,7 @@ def encode_rows(
 
 
 def choose_codec(
-    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder
+    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder, storage: Storage = None
 ) -> tuple[Codec, str]:
     """Return the codec for these records, and what each made of them in words.
 
@@ -205,7 +219,7 @@ def choose_codec(
     """
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
-        records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder)
+        records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
         sizes[codec] = sum(records.sizes)
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
@@ -233,25 +247,30 @@ def _first(key_bytes: int, num_fields: int) -> struct.Struct:
 
 
 def _column(
-    name: str, value: Tensor | Sequence[Value]
+    name: str, value: Tensor | Sequence[Value], storage: Storage, error: LossyError | None
 ) -> tuple[FieldLayout, Bytes | Sequence[Value]]:
     """Return what is the same in all rows, and (B, bytes), without copying if possible; or what
     each record tells of itself.
     """
     if not isinstance(value, Tensor):
         return FieldLayout(name), value
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    field = FieldLayout(name, value.dtype, tuple(value.shape[1:]))
-    return field, plain.view(-1).view(torch.uint8).view(len(plain), field.num_bytes).numpy()
+    plain = value.detach().resolve_conj().resolve_neg().cpu()
+    packed, used = pack(plain, storage)
+    if used is not None and error is not None:
+        error.add(plain, unpack(packed, tuple(value.shape[1:]), value.dtype, used))
+    return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), packed.numpy()
 
 
-def _encode_free(value: Value, codec: Codec, coder: Coder) -> tuple[Codec, bytes]:
+def _encode_free(
+    value: Value, codec: Codec, coder: Coder, storage: Storage, error: LossyError | None
+) -> tuple[Codec, bytes]:
     if not isinstance(value, Tensor):
         return Codec.RAW, encode_value(value)
-    field, data = _column("", value[None])
+    field, data = _column("", value[None], storage, error)
     assert isinstance(data, np.ndarray)
     used, stored = coder.encode(data[0], codec, field.elements)
-    head = FREE_HEAD.pack(b"t", code_of(field.dtype), len(field.shape))
+    kinds = code_of(field.dtype), next(n for n, one in CODES.items() if one == field.storage)
+    head = FREE_HEAD.pack(b"t", *kinds, len(field.shape))
     return used, b"".join((head, struct.pack(f"<{len(field.shape)}Q", *field.shape), stored))
 
 
@@ -262,6 +281,7 @@ def _encode_free(value: Value, codec: Codec, coder: Coder) -> tuple[Codec, bytes
 class Record:
     """An intact record, still encoded."""
 
+    whole: memoryview
     layout: Layout
     codecs: tuple[int, ...]
     """Per field."""
@@ -298,7 +318,9 @@ class Record:
         packed = torch.empty(field.num_bytes, dtype=torch.uint8)
         try:
             coder.decode_into(stored, codec, packed.numpy(), field.elements)
-            return packed.view(field.dtype).view(field.shape)
+            if field.storage is None:
+                return packed.view(field.dtype).view(field.shape)
+            return unpack(packed[None], field.shape, field.dtype, field.storage)[0]
         except NeedsKernelError:
             raise
         except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
@@ -309,9 +331,9 @@ class Record:
 def _told(name: str, head: bytes) -> FieldLayout:
     """Return what a tensor of a record tells of itself."""
     try:
-        _, code, ndim = FREE_HEAD.unpack_from(head)
+        _, code, storage, ndim = FREE_HEAD.unpack_from(head)
         shape = struct.unpack_from(f"<{ndim}Q", head, FREE_HEAD.size)
-        field = FieldLayout(name, DTYPES[code], shape)
+        field = FieldLayout(name, DTYPES[code], shape, CODES[storage])
     except (struct.error, KeyError):
         raise RecordError(f"field {name!r} is damaged") from None
     field.check()
@@ -362,4 +384,4 @@ def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Re
     checksum = checksum_of(view[CHECKSUM_BYTES:end], payload, identity ^ layout.seed)
     if ends[-1] != size or checksum != expected:
         raise RecordError("the checksum does not match")
-    return Record(layout, tuple(word >> 56 for word in words), payload)
+    return Record(view, layout, tuple(word >> 56 for word in words), payload)
