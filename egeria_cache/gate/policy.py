@@ -167,7 +167,7 @@ class ServingPolicy:
         if kind != "served" or self.mode != "auto" or not timer.is_due:
             return None
         pays, why = timer.verdict
-        if pays:
+        if pays or timer.measures_anew():
             return None
         self.stopped[loader] = why
         return why

@@ -31,6 +31,9 @@ _NUM_WARM = 3
 _RECENT = 64
 _MIN_SERVED = 16
 _FIRST_CONTROL = 16
+_NUM_ASKED = 4
+"""Controls before serving is given up: what was computed long ago had a machine that was less busy,
+perhaps."""
 _BETWEEN_VERDICTS = 8
 """Served batches; a verdict takes longer than any other part of the gate."""
 _OUTLIER = 8.0
@@ -50,7 +53,7 @@ class StepTimer:
         """What the first steps took, of a sample."""
         self._was_computed = True
         """The last step."""
-        self._num_planned = self.num_served = 0
+        self._num_planned = self.num_served = self._num_asked = self._sure_until = 0
         self._num_samples = self._spent_s = 0.0
         """Of steps with hits; and what was proved beside in the others."""
         self._num_captured = 0.0
@@ -93,6 +96,9 @@ class StepTimer:
     def wants_control(self) -> bool:
         """Whether the batch that is planned now, and would be served, should be computed."""
         self._num_planned += 1
+        if self._num_asked:
+            self._num_asked -= 1
+            return True
         first = self._num_planned & ~1  # the 16th and the next, the 64th and the next, ...
         return first >= _FIRST_CONTROL and first.bit_count() == first.bit_length() % 2 == 1
 
@@ -110,6 +116,17 @@ class StepTimer:
         credited_s = min(quarter.values(), default=min(self._warm, default=0.0))
         stored_s = (quarter.get("captured", credited_s) - credited_s) * self._num_captured
         return credited_s * self._num_samples - self._spent_s - stored_s
+
+    def measures_anew(self) -> bool:
+        """Whether a verdict against serving is not followed yet: all is measured anew, side by side,
+        and the next verdict is.
+        """
+        if self.num_served <= self._sure_until:
+            return False
+        self._sure_until, self._num_asked = self.num_served + _RECENT, _NUM_ASKED
+        self._recent.clear()
+        self._computed_s = 0.0
+        return True
 
     @property
     def is_due(self) -> bool:

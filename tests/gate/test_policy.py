@@ -83,6 +83,17 @@ def test_what_a_busy_machine_scatters_is_no_reason_to_stop():
     assert timer.verdict[0]
 
 
+def test_what_makes_every_step_slower_is_measured_anew_before_serving_stops():
+    timer = timer_of(1.0, 1.2, num_served=64)
+    assert not timer.verdict[0]
+    assert timer.measures_anew()
+    assert [timer.wants_control() for _ in range(5)] == [True] * 4 + [False]
+    for kind, seconds in [("computed", 2.4)] * 4 + [("served", 1.2)] * 16:
+        timer.step(kind, 8 * seconds, 8)
+    assert timer.verdict[0]
+    assert not timer.measures_anew()
+
+
 def test_controls_tell_what_a_computed_step_costs_without_capture():
     timer = timer_of(0.5, 1.0, captured=2.0)
     assert not timer.verdict[0]
@@ -149,8 +160,8 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
     monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (False, "it was slower")))
     with cached(tmp_path, gate=gate) as (model, cache):
         loader = EgeriaLoader(Images(), 8, cache=cache, reuse=None)
-        train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())
-        assert cache.stats().hits == (3 * 48 if serves else 8 * 8)
+        train_steps(model, loader, sgd(model), 6, on_step=lambda _: cache.flush())
+        assert cache.stats().hits == (5 * 48 if serves else 2 * 8 * 8)
         assert cache.stats().gate == ("on" if serves else "off") + ": it was slower"
         assert "it was slower" in cache.report()
         assert cache.api.may_store(loader.source.key) is serves
