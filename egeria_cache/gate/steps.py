@@ -118,8 +118,8 @@ class StepTimer:
         return credited_s * self._num_samples - self._spent_s - stored_s
 
     def measures_anew(self) -> bool:
-        """Whether a verdict against serving is not followed yet: all is measured anew, side by side,
-        and the next verdict is.
+        """Whether a verdict against serving is not followed yet, for all is measured anew, side by
+        side; the next verdict is.
         """
         if self.num_served <= self._sure_until:
             return False
