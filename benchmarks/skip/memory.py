@@ -75,6 +75,9 @@ class MemoryHost:
     def postpones(self, batch: Batch) -> None:
         """Nothing is postponed."""
 
+    is_idle = False
+    """Nothing waits for a proof."""
+
     @property
     def idle(self) -> Mapping[str, str]:
         """Nothing is postponed."""
