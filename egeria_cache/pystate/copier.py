@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import functools
-import io
 import itertools
 import random
 import threading
@@ -36,7 +35,7 @@ from egeria_cache.pystate.foreign import (
     StandIn,
     is_compiled,
     is_foreign,
-    is_outside,
+    leads_out,
     own_dict,
     slot_names,
 )
@@ -148,7 +147,7 @@ class Copier:
         for base, make in _FAMILIES:
             if isinstance(value, base):
                 return make(self, value)
-        if is_outside(value):
+        if leads_out(value):
             return self._outside(value)
         if is_foreign(value):
             return value
@@ -335,7 +334,9 @@ class Copier:
         if owner is None or isinstance(owner, types.ModuleType | type):
             return value
         new = self(owner)
-        return value if new is owner else getattr(new, value.__name__)
+        if new is owner or isinstance(new, Uncopied):
+            return value if new is owner else new
+        return getattr(new, value.__name__)
 
     def _partial(self, value: functools.partial[Any]) -> Any:
         func = self(value.func)
@@ -360,7 +361,7 @@ class Copier:
         return new
 
     def _outside(self, value: Any) -> Any:
-        new: Any = None
+        new: Any = Uncopied(f"{self._path()} ({type(value).__name__})")
         if isinstance(value, threading.local):
             new = self._keep(value, type(value)())
             new.__dict__.update(self(value.__dict__))
@@ -369,16 +370,10 @@ class Copier:
         elif isinstance(value, MEMORY):
             make: Any = type(value)
             new = make.from_buffer_copy(value)
-        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
-            new = self._iterator(value)
-        return self._keep(value, self._uncopied(value) if new is None else new)
-
-    def _uncopied(self, value: Any) -> Uncopied:
-        return Uncopied(f"{self._path()} ({type(value).__name__})")
-
-    def _iterator(self, value: Any) -> Any:
-        new = iterator_copy(value, self)
-        return self._keep(value, self._uncopied(value) if new is value else new)
+        else:
+            copied = iterator_copy(value, self)
+            new = new if copied is value else copied
+        return self._keep(value, new)
 
     def _object(self, value: Any) -> Any:
         own, slots = own_dict(value), slot_names(type(value))
@@ -462,7 +457,7 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     types.MethodType: Copier._method,
     types.BuiltinMethodType: Copier._builtin_method,
     types.MethodWrapperType: Copier._builtin_method,
-    types.GeneratorType: Copier._iterator,
+    types.GeneratorType: Copier._outside,
     types.MappingProxyType: lambda _, value: value,
     random.Random: Copier._generator,
     weakref.ref: Copier._weak,

@@ -6,6 +6,7 @@ import array
 import contextlib
 import ctypes
 import enum
+import gc
 import io
 import logging
 import mmap
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import chain
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ _PACKAGES = (
     "torch._C", "torch._dynamo", "torch.distributed", "torch.optim", "torch.utils.data",
     "torch.utils.tensorboard", *FOREIGN_PACKAGES,
 )  # fmt: skip
+_CONTAINERS = (dict, list, tuple, set, frozenset, torch.Tensor, np.ndarray)
 MEMORY = (array.array, bytearray, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 """Memory made in C that can be copied."""
 _OUTSIDE = frozenset(
@@ -175,13 +177,31 @@ def is_outside(value: Any) -> bool:
     C, what belongs to a thread, files, connections. A dry run uses a copy of it, or none.
     """
     cls = type(value)
-    if isinstance(value, io.IOBase):
-        return value not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return (
         isinstance(value, (*MEMORY, memoryview, mmap.mmap, threading.local))
         or (hasattr(cls, "__next__") and own_dict(value) is None and not slot_names(cls))
-        or cls.__module__ in _OUTSIDE
+        or _is_far(value)
     )
+
+
+def _is_far(value: Any) -> bool:
+    if isinstance(value, io.IOBase):
+        return value not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return type(value).__module__ in _OUTSIDE
+
+
+def leads_out(value: Any) -> bool:
+    """Whether a dry run uses a copy of an object, or none: it is outside, or is not copied itself,
+    made in C or of another world, and holds a file or a connection: a writer of tables, say.
+    """
+    own, held = own_dict(value), list[Any]()
+    if isinstance(value, logging.Handler) or not isinstance(value, (*_CLASSES, *_CONTAINERS)):
+        if own is None and not slot_names(type(value)):
+            held = gc.get_referents(value)
+        elif own and is_foreign(value):
+            held = list(own.values())
+    held = [one.__self__ if isinstance(one, BuiltinMethodType) else one for one in held]
+    return is_outside(value) or any(map(_is_far, held))
 
 
 def outside_state(value: Any) -> Any:

@@ -65,8 +65,8 @@ class Place:
 
     has_names: ClassVar[bool] = False
     """Whether it holds things of their own, by name."""
-    is_named_by_code: ClassVar[bool] = False
-    """Whether code finds these by their names: globals, variables of closures, of classes."""
+    is_reached: ClassVar[bool] = False
+    """Whether code finds things here: globals, variables of closures, of classes; in containers."""
 
     def mark(self, name: Any) -> Any:
         """Return what tells it, or what has a name in it, from all else."""
@@ -140,7 +140,7 @@ class OfClass(Named):
     """The attributes of a class."""
 
     __slots__ = ()
-    is_named_by_code = True
+    is_reached = True
 
     def read(self, where: type) -> dict[str, Any]:
         """Return all but the interpreter's own; special methods are code like others."""
@@ -165,7 +165,7 @@ class Names(Named):
 
     names: Iterable[str]
 
-    is_named_by_code: ClassVar[bool] = True
+    is_reached: ClassVar[bool] = True
 
     def read(self, where: dict[str, Any]) -> dict[str, Any]:
         """Return those that there are."""
@@ -186,7 +186,7 @@ class Cell(Named):
     """A variable of a closure; the last part of its path is its name."""
 
     __slots__ = ()
-    is_named_by_code = True
+    is_reached = True
 
     def mark(self, name: Any) -> Any:
         """Return the same for the variable as for its cell."""
@@ -212,6 +212,7 @@ class Items(Place):
     """What a container holds; none of its class's code is run."""
 
     __slots__ = ()
+    is_reached = True
 
     def read(self, where: Any) -> Any:
         """Return its items, in a plain container."""

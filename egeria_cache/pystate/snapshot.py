@@ -37,9 +37,9 @@ from egeria_cache.pystate.foreign import (
     is_frozen,
     is_library,
     is_opaque,
-    is_outside,
     is_training,
     is_users,
+    leads_out,
     own_dict,
     slots_of,
 )
@@ -266,13 +266,13 @@ class Snapshot:
     def _lent(self, place: Place, kept: Any) -> Any:
         """Return it with copies of what cannot be set back."""
         values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
-        is_reached = place.is_named_by_code and not self._reach.follows_code
-        if not is_reached and ITERATORS.isdisjoint(map(type, values)):
+        kinds = frozenset(map(type, values))
+        is_reached = place.is_reached and not (self._reach.follows_code or kinds <= ATOMS)
+        if not is_reached and ITERATORS.isdisjoint(kinds):
             return kept
-        copied = _out_of_reach if is_reached else iterator_copy
         if isinstance(kept, list):
-            return [copied(value) for value in kept]
-        return {name: copied(value) for name, value in kept.items()}
+            return [_lent("[...]", value, is_reached) for value in kept]
+        return {name: _lent(name, value, is_reached) for name, value in kept.items()}
 
     def _keep(self, place: Place) -> list[tuple[str, Any]]:
         """Keep what a place holds; return what that is."""
@@ -397,9 +397,11 @@ class Moved:
         self.place.write(where, later)
 
 
-def _out_of_reach(value: Any) -> Any:
-    is_kept = not is_outside(value) or isinstance(value, (*MEMORY, local))
-    return value if is_kept else Copier()(value)
+def _lent(name: Any, value: Any, is_reached: bool) -> Any:
+    if not is_reached:
+        return iterator_copy(value)
+    is_kept = not leads_out(value) or isinstance(value, (*MEMORY, local))
+    return value if is_kept else Copier()({name: value})[name]
 
 
 def _same(now: Any, kept: Any) -> bool:

@@ -1,7 +1,9 @@
 """Between mechanisms: memory shared across the cut, state that no copy reaches, company."""
 
 import hashlib
+import os
 import threading
+from tempfile import NamedTemporaryFile, mkdtemp, mkstemp, mktemp
 
 import numpy as np
 import pytest
@@ -257,10 +259,15 @@ IN_C = {
     "a semaphore": (lambda: threading.Semaphore(0), lambda at: at.release() or at._value),
     "a hash": (hashlib.sha1, lambda at: at.update(b"x") or at.digest()[0] / 64),
     "an iterator of an array": (lambda: np.arange(99.0).flat, next),
+    "a generator": (lambda: (n for n in range(99)), next),
+    "a folder": (mkdtemp, lambda at: mkdtemp(dir=at) and len(os.listdir(at))),
+    "saving": (mkdtemp, lambda at: torch.save({}, mktemp(dir=at)) or len(os.listdir(at))),
+    "a number": (lambda: mkstemp()[0], lambda at: os.write(at, b"x") and os.fstat(at).st_size),
+    "a library's file": (NamedTemporaryFile, lambda at: at.write(b"x") and at.tell()),
 }
 
 
-@pytest.mark.parametrize("kind", [*COPIED, *NOT_COPIED, "a hash", "an iterator of an array"])
+@pytest.mark.parametrize("kind", [*COPIED, *NOT_COPIED, *[*IN_C][1:]])
 @pytest.mark.parametrize("place", ["attribute", "global"])
 @pytest.mark.parametrize("boundary", ["middle", "auto"])
 def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
@@ -276,14 +283,11 @@ def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
             own = self.counter if outside is None else outside
             return self.back(h) * (1 + 0.05 * tick(own))
 
-        model = net(forward=forward)
-        if place == "attribute":
-            model.counter = counter
+        model = net(forward=forward, counter=counter if outside is None else None)
         where = "middle" if run.is_plain else boundary
         run.fit(run.freeze(model, where, ("early", "middle")), run.loader(rows()), 3)
         run.see(float(tick(counter)))
-        if hasattr(counter, "close"):
-            counter.close()
+        getattr(counter, "close", list)()
 
     judge(script, served=kind in COPIED and place == "attribute")
 

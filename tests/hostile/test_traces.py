@@ -408,14 +408,6 @@ def test_state_that_a_front_moves_is_that_after_plain_calls(run, make):
     seen(run, make, "front")
 
 
-def test_a_generator_of_pythons_own_is_not_used_up():
-    def script(run):
-        model = headed(lambda m, h: h + next(m.scales), scales=(float(n) for n in range(100)))
-        trained(run, model=model)
-
-    judge(script, told="cannot be copied")
-
-
 @hostile
 def test_global_hooks_fire_once_for_each_call(run):
     seen, register = [], nn.modules.module.register_module_forward_hook

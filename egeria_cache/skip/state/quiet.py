@@ -1,4 +1,4 @@
-"""What runs beside the loop may not be heard, nor step an optimizer.
+"""What runs beside the loop may not be heard, nor change the world, nor step an optimizer.
 
 Streams, filters and hooks are the whole process's. Each of these asks whether the code that calls
 it runs beside the loop, which a context variable says: other threads do not notice, and what an
@@ -7,15 +7,14 @@ interrupt leaves behind does nothing.
 
 from __future__ import annotations
 
-import builtins
-import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -27,9 +26,30 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import is_installed_code, is_library
 
-_OPENERS = ("pathlib", "pathlib._local", "codecs", "gzip")
+_OPENERS = (__name__, "pathlib", "pathlib._local", "codecs", "gzip")
 """Modules of Python's that open what they are given."""
-_IS_BESIDE: ContextVar[bool] = ContextVar("egeria_beside", default=False)
+_UNTOLD: Any = {"os.read": os, "os.write": os, "torch._C.PyTorchFileWriter": torch._C}
+"""What it does not tell them of: the same by number, and what `torch.save` writes by."""
+_CHANGES = frozenset({
+    *_UNTOLD, "open", "socket.bind", "socket.connect", "socket.sendmsg", "socket.sendto",
+    "sqlite3.connect", "subprocess.Popen", "os.chdir", "os.chmod", "os.chown", "os.exec", "os.fork",
+    "os.forkpty", "os.kill", "os.killpg", "os.link", "os.lockf", "os.mkdir", "os.posix_spawn",
+    "os.remove", "os.removexattr", "os.rename", "os.rmdir", "os.setxattr", "os.spawn", "os.symlink",
+    "os.system", "os.truncate", "os.utime",
+})  # fmt: skip
+"""What Python tells its audit hooks of, and cannot be taken back. Of `open`: what is opened to be
+written, and what code of the user's opens at all, which each run would read again.
+"""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_ONCE = (
+    "importlib.", "logging", "numba.", "torch._dynamo.convert_frame", "torch._inductor.",
+    "torch.utils.cpp_extension", "triton.",
+)  # fmt: skip
+"""What imports, compiles and logs does so once, whoever is the first to ask."""
+_BESIDE: ContextVar[Any] = ContextVar("egeria_beside", default=())
+"""A list with what was refused, not empty while this runs beside the loop; what outlives that finds
+it empty.
+"""
 
 
 def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,73 +65,107 @@ def quietly_in(context: Context, function: Callable[..., Any], *args: Any, **kwa
     loop's.
 
     Raises:
-        BoundaryError: An optimizer steps: it would count that.
+        BoundaryError: An optimizer steps: it would count that; or what cannot be taken back was to
+            be done, even if the code has made do without.
     """
     return context.run(_run, function, args, kwargs)
 
 
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    _IS_BESIDE.set(True)
+    state: list[BoundaryError | None] = [None]
+    _listen()
+    _BESIDE.set(state)
     with ExitStack() as stack:
+        stack.callback(state.clear)
         stack.callback(register_optimizer_step_pre_hook(_refuse).remove)
         for name in ("stdout", "stderr"):
-            _mute(name, stack)
-        _mute_loggers(stack)
-        _open_nothing(stack)
+            _put(stack, sys, name, _Muted)
+        _put(stack, logging.Logger, "handle", _unheard)  # not a filter of each: there are hundreds
+        for event, module in _UNTOLD.items():
+            _put(stack, module, event.rpartition(".")[2], partial(_told, event))
         _unhook_saving(stack)
         _leave_modes(stack)
         # In place: `catch_warnings` would forget what was said once.
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         filters.insert(0, _IGNORE)
         stack.callback(_no_more, filters)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if state[0] is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                raise state[0]
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _IS_BESIDE.get():
+    if _BESIDE.get():
         raise BoundaryError(
             f"the forward steps an optimizer ({type(optimizer).__name__}), and a dry run "
             "would do that again; step it in the training loop"
         )
 
 
-def _mute_loggers(stack: ExitStack) -> None:
-    heard = logging.Logger.handle  # not a filter of each: there are hundreds
-    if heard.__module__ == __name__:
+def _put(stack: ExitStack, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Have what is made of something stand in its place meanwhile."""
+    before = getattr(holder, name)
+    if before is None or getattr(before, "__module__", "") == __name__:
         return
+    ours = make(before)
 
+    def put_back() -> None:
+        if getattr(holder, name) is ours:
+            setattr(holder, name, before)
+
+    stack.callback(put_back)
+    setattr(holder, name, ours)
+
+
+def _unheard(heard: Callable[..., None]) -> Callable[..., None]:
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if not _IS_BESIDE.get() or is_library(logger.name):
+        if not _BESIDE.get() or is_library(logger.name):
             heard(logger, record)
 
-    stack.callback(setattr, logging.Logger, "handle", heard)
-    logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+    return handle
 
 
-def _open_nothing(stack: ExitStack) -> None:
-    """What each run would read or write again is no part of it: neither `open` nor a path opens
-    anything for code of the user's.
+def _told(event: str, does: Callable[..., Any]) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        _heed(event, args)
+        return does(*args, **kwargs)
+
+    return told
+
+
+@cache
+def _listen() -> None:
+    """Hear of what Python tells, from the first dry run on. A hook stays, and costs 0.2 us: some
+    dozens of times in a step.
     """
-    for module in (builtins, io):
-        opens: Any = module.open
-        if getattr(opens, "func", None) is not _open:
-            stack.callback(setattr, module, "open", opens)
-            module.open = partial(_open, opens)  # type: ignore[attr-defined]
+    sys.addaudithook(_heed)
 
 
-def _open(opens: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _IS_BESIDE.get() and _is_users_call(sys._getframe(1)):
-        raise BoundaryError(
-            "open cannot be copied, so that a dry run would use it up; "
-            "keep it out of the model's forward"
+def _heed(
+    event: str, args: Any, changes: frozenset[str] = _CHANGES, beside: Any = _BESIDE.get
+) -> None:
+    """Refuse what a dry run would do once more than the loop does."""
+    if event in changes and (state := beside()) and _is_refused(event, args, sys._getframe(1)):
+        state[0] = BoundaryError(
+            f"{event}({', '.join(map(repr, args[:1]))}) cannot be copied, so that a dry run would "
+            "do it once more; keep it out of the model's forward"
         )
-    return opens(*args, **kwargs)
+        raise state[0]
 
 
-def _is_users_call(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_globals.get("__name__") in _OPENERS:
+def _is_refused(event: str, args: Any, frame: FrameType | None) -> bool:
+    only_reads = event == "open" and not _WRITES & (args[2] or 0)
+    if only_reads or event in ("os.read", "os.write"):
+        while frame is not None and frame.f_globals.get("__name__") in _OPENERS:
+            frame = frame.f_back
+        return frame is not None and not is_installed_code(frame.f_code)
+    while frame is not None and frame.f_code is not _run.__code__:
+        if str(frame.f_globals.get("__name__")).startswith(_ONCE):
+            return False
         frame = frame.f_back
-    return frame is not None and not is_installed_code(frame.f_code)
+    return event not in _UNTOLD or isinstance(args[0], str)
 
 
 def _leave_modes(stack: ExitStack) -> None:
@@ -141,7 +195,7 @@ class _Beside:
     """Stands for the pattern of a filter of warnings."""
 
     def match(self, module: str) -> bool:
-        return _IS_BESIDE.get()
+        return bool(_BESIDE.get())
 
 
 _IGNORE: Any = ("ignore", None, Warning, _Beside(), 0)
@@ -162,18 +216,4 @@ class _Muted:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        return len(text) if _IS_BESIDE.get() else self._stream.write(text)
-
-
-def _mute(name: str, stack: ExitStack) -> None:
-    stream = getattr(sys, name)
-    if stream is None or isinstance(stream, _Muted):
-        return
-    muted = _Muted(stream)
-
-    def put_back() -> None:
-        if getattr(sys, name) is muted:
-            setattr(sys, name, stream)
-
-    stack.callback(put_back)
-    setattr(sys, name, muted)
+        return len(text) if _BESIDE.get() else self._stream.write(text)
