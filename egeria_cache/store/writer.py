@@ -24,16 +24,16 @@ from egeria_cache.threads import compute_on_one_core
 logger = logging.getLogger("egeria_cache.store")
 
 QUEUE_BATCHES, QUEUE_BYTES = 64, 2 * 2**30
-"""What may wait; one more is dropped and counted. Rows of 256 bytes in shuffled order take 1.45 bytes
-on disk for one of a record so, and 1.58 where 16 batches may wait (benchmarks.store): each commit
-writes the pages of the index anew."""
+"""What may wait; one more is dropped and counted. Rows of 256 bytes in shuffled order take 1.45
+bytes on disk for one of a record so, and 1.58 where 16 batches may wait (benchmarks.store): each
+commit writes the pages of the index anew."""
 GROUP_BYTES = 4 * 2**20
 """Batches that wait are committed together, up to this size: a commit costs a flush of the disk
 however small it is. Larger groups took up to twice the time per byte: LMDB writes neighbouring
 blocks in one call."""
 GROUP_BATCHES = 32
-"""While more are to come that nobody reads soon, so many make a group as well: the fresh quarters of
-mixed batches took the writer half of its time where 8 did."""
+"""While more are to come that nobody reads soon, so many make a group as well: the fresh quarters
+of mixed batches took the writer half of its time where 8 did."""
 
 
 class Job:
