@@ -26,7 +26,6 @@ from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
-from egeria_cache.loader.samplers import LeanRandomSampler
 from egeria_cache.samples import (
     DEFAULT_REUSE,
     CollateLoaded,
@@ -114,9 +113,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         sample_id: Callable[[Any], Any] | None = None,
         sample_version: Callable[[Any], Any] | None = None,
     ) -> None:
-        sized: Any = dataset
-        if shuffle and sampler is None and batch_sampler is None and _has_length(dataset):
-            sampler, shuffle = LeanRandomSampler(sized, generator=generator), None
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
@@ -381,7 +377,3 @@ def _check_sized(dataset: Any) -> None:
             f"EgeriaLoader with a cache needs a dataset with a length, to know which samples will "
             f"come; {type(dataset).__name__} has no __len__. Give it one, or leave cache=None"
         ) from None
-
-
-def _has_length(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from egeria_cache.batch import Axis, SampleId
-from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
+from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Clock, LoaderSource, Task
 from egeria_cache.store import Located
@@ -77,7 +77,7 @@ def _name(thing: Any) -> tuple[str, str]:
 def _draws_at_once(sampler: Any) -> bool:
     if type(sampler) in _DRAW_AT_ONCE:
         return True
-    if type(sampler) not in (RandomSampler, LeanRandomSampler) and _name(sampler) not in _PERMUTES:
+    if type(sampler) is not RandomSampler and _name(sampler) not in _PERMUTES:
         return False
     # Without a generator it makes one of its own; else it may be anybody's.
     is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -1,4 +1,4 @@
-"""Samplers: a random one that costs 8 bytes a sample, and one that keeps each rank on its shard."""
+"""A sampler that keeps each rank on its shard."""
 
 from __future__ import annotations
 
@@ -8,35 +8,11 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import Sampler
 
 _CHUNK = 1 << 16
 _ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 Indices: TypeAlias = npt.NDArray[np.uint64]
-
-
-class LeanRandomSampler(RandomSampler):
-    """`RandomSampler` without replacement: the same order from the same random numbers.
-
-    The permutation stays a tensor (8 bytes a sample) instead of a list of Python ints (about 40).
-    """
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._chunks())
-
-    def _chunks(self) -> Iterator[list[int]]:
-        generator = self.generator
-        if generator is None:
-            generator = torch.Generator()
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        for chunk in torch.split(
-            torch.randperm(len(self.data_source), generator=generator), _CHUNK
-        ):
-            yield chunk.tolist()
-        if self.generator is not None:
-            # RandomSampler draws once more at its end, for a remainder that is empty here.
-            torch.randperm(len(self.data_source), generator=generator)
 
 
 class ShardAffineSampler(Sampler[int]):

@@ -38,7 +38,6 @@ PRINT = "#"
 stands in for leaves where samples are loaded in every epoch, and shows that they are the same."""
 MAX_LIVE_BOUNDARIES = 2
 """What was stored two moves ago is not read any more: the last move has filled anew from it."""
-_MAX_METAS = 64
 MAX_LIVE_VIEWS = 16
 """Of one loader: a generation per boundary and shape of its batches."""
 
@@ -71,7 +70,6 @@ class View:
     room_looked_at: float = field(default_factory=time.monotonic, init=False)
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
-    _metas: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)
     is_void: bool = False
     is_outdated: bool = False
     """Whether it is void only because the data are others by now: batches that were given out
@@ -112,17 +110,6 @@ class View:
     def _row_shape(self, path: str, leaf: Any) -> torch.Size:
         rows = leaf if self.padding is None else self.padding.row_meta(path, leaf)
         return torch.Size(rows.shape[1:])
-
-    def meta(self, path: str, batch_size: int) -> Tensor:
-        """Return a meta tensor of a leaf without padding; nobody may change it."""
-        found = self._metas.get((path, batch_size))
-        if found is None:
-            row = self.rows[path]
-            if len(self._metas) >= _MAX_METAS:
-                self._metas.clear()
-            found = torch.empty((batch_size, *row.shape[1:]), dtype=row.dtype, device="meta")
-            self._metas[path, batch_size] = found
-        return found
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""

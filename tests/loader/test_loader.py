@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from egeria_cache.batch.seeds import sample_seed
 from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.plan import best_entry
-from egeria_cache.loader.samplers import LeanRandomSampler, ShardAffineSampler
+from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.store.disk.files import ENTRY
 from egeria_cache.store.generation import Located
 
@@ -131,18 +131,7 @@ class ReportsItsLength(Augmented):
         return self.n
 
 
-# Samplers: RandomSampler's order in less memory; shards that stay with their rank.
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_the_lean_sampler_draws_what_randomsampler_draws(own):
-    def orders(kind):
-        generator = torch.Generator().manual_seed(4) if own else None
-        torch.manual_seed(2)
-        sampler = kind(range(1000), generator=generator)
-        return list(sampler), list(sampler), torch.rand(1).item()
-
-    assert orders(LeanRandomSampler) == orders(RandomSampler)
+# Shards that stay with their rank.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
