@@ -16,8 +16,11 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import (
     Batch,
     BatchTensor,
+    Entry,
     Lengths,
+    PartEntry,
     Rows,
+    SharedRows,
     Structure,
     flatten,
     forget_lost,
@@ -32,7 +35,7 @@ from egeria_cache.batch import (
 )
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
-from egeria_cache.loader.together import find, together
+from egeria_cache.loader.together import Found, find, load_own
 from egeria_cache.prefetch import PRINT
 from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task, row_prints
 
@@ -77,7 +80,7 @@ class Assembly:
         except Exception as error:
             cache.failed(self._source.key, error)
         plan.entry = None
-        return loaded.data if is_whole else self._source.load(plan.whole(self._source.seed))
+        return loaded.data if is_whole else self._source.load(plan.task)
 
     def _assembled(self, plan: Plan, loaded: Loaded) -> Any:
         assert self.cache is not None
@@ -99,7 +102,7 @@ class Assembly:
                 return self._load_instead(plan)
             entry.whole = lengths.whole
             misses, kept = lengths.widened(misses), lengths.widened(kept)
-        constants = view.constants_for(len(plan.ids))
+        constants = view.constants_for(len(plan.task.ids))
         leaves: dict[str, Rows] = misses | constants
         for path in view.kept:
             hits = kept[path]
@@ -116,7 +119,7 @@ class Assembly:
                 own = lengths.padding.shape(path, row, lengths.whole)
             whole = _meta((batch.size, *own), row.dtype)
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        entry.on_load = partial(self.cache.count_batch, self._source, len(plan.ids), entry.hit)
+        entry.on_load = partial(self.cache.count_batch, self._source, len(plan.task.ids), entry.hit)
         self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
 
@@ -125,23 +128,23 @@ class Assembly:
         assert self.cache is not None
         assert plan.entry is not None
         self.cache.count_refetched(plan.entry.num_hits)
-        task = plan.whole(self._source.seed).take(np.ones(len(plan.ids), bool))
+        task = plan.task.take(np.ones(len(plan.task.ids), bool))
         if self._source.axes:
             return self._tag(plan, self._source.measure(task))
-        return self._tag(plan, Loaded(plan.number, self._source.load(task), frozenset()))
+        return self._tag(plan, Loaded(plan.task.number, self._source.load(task), frozenset()))
 
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
         assert self.cache is not None
         key, source = self._source.key, self._source
         if self.cache.is_plain(key) or self.cache.is_refused(key):
-            self.cache.count_batch(source, len(plan.ids), None)
+            self.cache.count_batch(source, len(plan.task.ids), None)
             return loaded.data
         studies = source.has_own_collate and self._stores(plan)
         if source.study.company is None or not studies:
             if studies:
                 # What is loaded to look at may lie in the same memory, and in the same containers.
-                structure, leaves = flatten(loaded.data, len(plan.ids))
+                structure, leaves = flatten(loaded.data, len(plan.task.ids))
                 source.yields(leaves.values())
             with Attempt() as tried:
                 if studies:
@@ -168,11 +171,11 @@ class Assembly:
         assert self.cache is not None
         data, lengths = loaded.data, None
         entry, plan.entry = plan.entry, None
-        structure, leaves = flatten(data, len(plan.ids))
-        if not self._is_understood(structure, data, leaves, len(plan.ids)):
+        structure, leaves = flatten(data, len(plan.task.ids))
+        if not self._is_understood(structure, data, leaves, len(plan.task.ids)):
             return data
         if studies:
-            if self._source.study.look_for_padding(plan.whole(self._source.seed), leaves):
+            if self._source.study.look_for_padding(plan.task, leaves):
                 self.cache.padding_found(self._source.key)
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
@@ -185,7 +188,7 @@ class Assembly:
         padding = self._source.study.padding
         if plan.control is not None and padding is not None:
             with Attempt():
-                plan.size = self._size(len(plan.ids), padding.sizes(leaves))
+                plan.size = self._size(len(plan.task.ids), padding.sizes(leaves))
         if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
@@ -195,7 +198,7 @@ class Assembly:
     def _count(self, plan: Plan) -> None:
         """Count a batch that was loaded, with its hits once they are used."""
         assert self.cache is not None
-        count = partial(self.cache.count_batch, self._source, len(plan.ids))
+        count = partial(self.cache.count_batch, self._source, len(plan.task.ids))
         if plan.entry is None:
             count(None)
         else:
@@ -248,21 +251,18 @@ class Assembly:
         cache, source, study, data = self.cache, self._source, self._source.study, loaded.data
         assert cache is not None
         assert study.company is not None
-        structure, leaves = flatten(data, len(plan.ids))
-        if not self._is_understood(structure, data, leaves, len(plan.ids)):
+        structure, leaves = flatten(data, len(plan.task.ids))
+        if not self._is_understood(structure, data, leaves, len(plan.task.ids)):
             return data
-        task = plan.whole(self._source.seed)
         source.yields(leaves.values())
-        found = find(source, task, loaded, structure, leaves)
+        found = find(source, plan.task, loaded, leaves)
         if found.is_new:
             cache.padding_found(source.key)
         padding, entry = study.padding, plan.entry
         if entry is not None and not (entry.view.padding == padding and entry.ready()):
-            plan.entry = entry = None
+            plan.entry = None
         self._count(plan)
-        forget_lost()
-        plan.size = self._size(len(plan.ids), _whole(found.lengths))
-        batch = together(source, plan, task, found, stores=self._stores(plan))
+        batch = self._batch(plan, found.own, structure, {}, found.lengths, found)
         return own_containers(data, structure.rebuild(self._tagged(batch, leaves, found.own)))
 
     def _stores(self, plan: Plan) -> bool:
@@ -271,7 +271,7 @@ class Assembly:
         """
         if self.cache is None or not self.cache.may_store(self._source.key):
             return False
-        if plan.seeds_all is None:
+        if plan.task.seed is None:
             return False
         control = plan.control
         if control is None or (control.num_misses and self._source.served == 1):
@@ -303,8 +303,8 @@ class Assembly:
             EgeriaError: They cannot be told, or a sample is not in its place in the batch.
         """
         if loaded.lengths is None or loaded.axes != self._source.axes:
-            task = plan.whole(self._source.seed)  # loaded before it was known that it has to be
-            rows = np.ones(len(plan.ids), bool) if plan.entry is None else ~plan.entry.hit
+            task = plan.task  # loaded before it was known that it has to be
+            rows = np.ones(len(plan.task.ids), bool) if plan.entry is None else ~plan.entry.hit
             loaded = self._source.measure(task.take(rows))
         if loaded.lengths is None:
             raise EgeriaError("its samples cannot be measured one by one")
@@ -324,7 +324,7 @@ class Assembly:
                 return None  # it will be raised again where the whole batch is loaded
             if self._source.study.padding != view.padding:
                 return None
-            own = np.empty((len(plan.ids), measured.shape[1]), np.int64)
+            own = np.empty((len(plan.task.ids), measured.shape[1]), np.int64)
             own[entry.hit], own[~entry.hit] = entry.lengths, measured
         return Lengths(view.padding, own, tuple(own.max(0).tolist()))
 
@@ -351,12 +351,13 @@ class Assembly:
         structure: Structure,
         rows: Mapping[str, Tensor],
         lengths: Lengths | None,
+        found: Found | None = None,
     ) -> Batch:
-        forget_lost(leaves, len(plan.ids))
-        plan.size = self._size(len(plan.ids), _whole(lengths))
-        source, task = self._source, plan.whole(self._source.seed)
-        size, view = len(plan.ids), None if plan.entry is None else plan.entry.view
-        is_read = plan.entry is not None and not plan.entry.num_misses
+        forget_lost(leaves, len(plan.task.ids))
+        plan.size = self._size(len(plan.task.ids), _whole(lengths))
+        source, task, entry, stores = self._source, plan.task, plan.entry, self._stores(plan)
+        size, view = len(task.ids), None if entry is None else entry.view
+        is_read = entry is not None and not entry.num_misses
         constants, metas = dict[str, Any](), dict(rows)
         kinds: dict[str, type] = dict.fromkeys(rows, Tensor)
         for path, leaf in leaves.items():
@@ -369,19 +370,27 @@ class Assembly:
                 padding = None if lengths is None else lengths.padding
                 metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
         age = source.fingerprint.age
-        context = BatchContext(source, structure, task, metas, kinds, constants, age)
-        if plan.entry is not None:
-            plan.entry.is_given = True
+        if entry is not None:
+            entry.is_given = True
+        entering: Entry | None = entry
+        load_rows = partial(_load_rows, self.cache, source, task, lengths)
+        if found is not None:
+            task, stores = task.at(found.order), stores and not is_read
+            load_rows = partial(load_own, source, task, lengths, tuple(leaves))
+            if entry is not None and found.order != list(range(size)):
+                entering = PartEntry(SharedRows(entry), np.array(found.order))
         return Batch(
-            ids=plan.ids,
-            draws=plan.draws,
+            ids=task.ids,
+            draws=task.draws,
             loader_name=source.key,
             leaves=leaves,
-            load_rows=partial(_load_rows, self.cache, source, task, lengths),
-            entry=plan.entry,
-            context=context,
-            may_be_stored=self._stores(plan),
+            load_rows=load_rows,
+            entry=entering,
+            context=BatchContext(source, structure, task, metas, kinds, constants, age),
+            may_be_stored=stores,
             lengths=lengths,
+            mixed=None if found is None else found.mixed,
+            why_mixed=source.study.company or "",
         )
 
 

@@ -178,7 +178,7 @@ class Pass:
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change_midway(what)
         batch = self._assembly.assemble(plan, loaded)
-        self._progress.count(plan.number)
+        self._progress.count(plan.task.number)
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
@@ -234,7 +234,7 @@ class Pass:
         self._since, self._num_calls = now, cache.counters.num_calls
         try:
             cache.note_step(
-                self._source.key, seconds, plan.size or len(plan.ids), plan.entry,
+                self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
                 is_control=plan.control is not None,
             )  # fmt: skip
         except Exception as error:

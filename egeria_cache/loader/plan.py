@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from egeria_cache.batch import Axis, SampleId
+from egeria_cache.batch import SampleId
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Clock, LoaderSource, Task
@@ -84,53 +84,28 @@ def _draws_at_once(sampler: Any) -> bool:
     return sampler.generator is None or is_permutation
 
 
-Studied = tuple[tuple[Axis, ...], bool, bool, bool]
-"""`Plan.axes`, `places`, `loads_hits` and `compares`."""
-_UNSTUDIED: Studied = (), False, False, False
-
-
 @dataclass(slots=True, eq=False)
 class Plan:
     """One future batch: its samples, and which of them come from the cache."""
 
-    number: int
-    indices: list[Any]
-    ids: list[SampleId]
-    draws: npt.NDArray[np.int64]
-    """Which random draw of each sample this is."""
-    entry: PlannedEntry | None
+    task: Task
+    """All of its samples."""
+    entry: PlannedEntry | None = None
     """Where the hits enter the model; None if every sample is to be loaded."""
-
-    seeds_all: bool | None = True
-    """See `Task.seeds_all`; None if the generators are let be, in a thread beside the training."""
     control: PlannedEntry | None = None
     """It could be served from this, and is computed to know what that costs."""
-    axes: tuple[Axis, ...] = ()
-    """See `Task.axes`."""
-    places: bool = False
-    """See `Task.places`."""
     loads_hits: bool = False
     """Whether hits are loaded as well, for what stands beside what is stored."""
-    compares: bool = False
-    """See `Task.compares`."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
-    def whole(self, seed: int | None) -> Task:
-        """Return the task of loading every sample."""
-        return Task(
-            self.number, self.indices, self.ids, self.draws.tolist(),
-            None if self.seeds_all is None else seed, bool(self.seeds_all),
-            axes=self.axes, places=self.places, compares=self.compares,
-        )  # fmt: skip
-
-    def misses(self, seed: int | None) -> Task:
+    def misses(self) -> Task:
         """Return the samples that DataLoader's workers have to load."""
         if self.entry is None or self.loads_hits:
-            return self.whole(seed)
+            return self.task
         if not self.entry.num_misses:
-            return Task(self.number, None, (), (), None)
-        return self.whole(seed).take(~self.entry.hit)
+            return Task(self.task.number, None, (), (), None)
+        return self.task.take(~self.entry.hit)
 
 
 def best_entry(
@@ -210,7 +185,7 @@ class Planner:
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
         while self._undispatched or self._draw(*self._outlook()):
-            yield self._undispatched.popleft().misses(self._source.seed)
+            yield self._undispatched.popleft().misses()
 
     def take_indices(self) -> list[Any] | None:
         """Return what the sampler draws next, past all planning: only while `is_idle`.
@@ -229,7 +204,7 @@ class Planner:
         plans = list[Plan]()
         with self._beside():
             plans = self._plans([indices], (), seeds_all, number)
-        return (plans or self._unknown([indices], seeds_all, number))[0].whole(self._source.seed)
+        return (plans or self._unknown([indices], seeds_all, number))[0].task
 
     @property
     def is_idle(self) -> bool:
@@ -264,7 +239,7 @@ class Planner:
                 ):
                     break
         num_near = min(len(self._planned), room)
-        last = self._planned[num_near - 1].number if num_near and self._window else -1
+        last = self._planned[num_near - 1].task.number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
             try:
                 self._prefetcher.start(self._unread.popleft())
@@ -275,15 +250,15 @@ class Planner:
     def take_planned(self) -> Task | None:
         """Return the next task that is planned; None if none is."""
         waiting = self._undispatched
-        return waiting.popleft().misses(self._source.seed) if waiting else None
+        return waiting.popleft().misses() if waiting else None
 
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
         self._prefetcher.release_before(number)
-        if self._planned and self._planned[0].number == number:
+        if self._planned and self._planned[0].task.number == number:
             return self._planned.popleft()
         for plan in self._planned:
-            if plan.number == number:
+            if plan.task.number == number:
                 self._planned.remove(plan)
                 return plan
         raise RuntimeError(f"batch {number} came without having been planned")
@@ -294,20 +269,14 @@ class Planner:
             self._planned.popleft()
 
     def _outlook(self) -> tuple[Sequence[View], bool | None]:
-        """Return what can be read at the moment, deepest first, and `Plan.seeds_all`."""
+        """Return what can be read at the moment, deepest first, and whether all
+        generators are seeded; None if they are let be, in a thread beside the training."""
         cache, source = self._cache, self._source
         if cache is None:
             return (), True
         if cache.is_beside(source):
             return (), None
         return ((), False) if cache.is_plain(source.key) else (cache.readable(source.key), True)
-
-    def _study(self) -> Studied:
-        cache, source = self._cache, self._source
-        if cache is None or cache.boundary is None or not cache.may_store(source.key):
-            return _UNSTUDIED
-        together = source.study.company is not None
-        return source.axes, together, together or source.is_steady, source.has_own_collate
 
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
@@ -339,12 +308,21 @@ class Planner:
     def _unknown(self, batches: list[list[Any]], seeds_all: bool | None, first: int) -> list[Plan]:
         """Return plans of samples of which no more can be told than what the sampler drew."""
         return [
-            Plan(
-                number, indices, [("", repr(index)) for index in indices],
-                np.zeros(len(indices), np.int64), None, seeds_all,
-            )
+            Plan(self._task(number, indices, ids, [0] * len(ids), seeds_all))
             for number, indices in enumerate(batches, first)
-        ]  # fmt: skip
+            for ids in [[("", repr(index)) for index in indices]]
+        ]
+
+    def _task(
+        self,
+        number: int,
+        indices: list[Any],
+        ids: Sequence[SampleId],
+        draws: list[int],
+        seeds_all: bool | None,
+    ) -> Task:
+        seed = None if seeds_all is None else self._source.seed
+        return Task(number, indices, ids, draws, seed, bool(seeds_all))
 
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
@@ -352,19 +330,30 @@ class Planner:
         source, cache = self._source, self._cache
         ids = source.identify(list(chain.from_iterable(batches)))
         draws, start = source.draws_at(ids, self._clock), 0
-        study = _UNSTUDIED if seeds_all is None else self._study()
+        studies = seeds_all is not None and cache is not None and cache.boundary is not None
+        studies = studies and cache.may_store(source.key)  # type: ignore[union-attr]
+        together = studies and source.study.company is not None
+        loads_hits = together or (studies and source.is_steady)
         stored = source.stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         plans = []
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
-            own, drawn = ids[start:stop], draws[start:stop]
+            own = ids[start:stop]
             entry = best_entry(places, start, stop, number, own, stored[start:stop])
             self._is_read = entry is not None and not entry.num_misses
-            control = entry if entry and cache and cache.wants_control(entry) else None
-            plans.append(Plan(
-                number, indices, own, drawn, None if control else entry, seeds_all, control,
-                *((*_UNSTUDIED[:2], study[2]) if control else study),
-            ))  # fmt: skip
+            is_control = entry is not None and cache is not None and cache.wants_control(entry)
+            task = self._task(number, indices, own, draws[start:stop].tolist(), seeds_all)
+            if studies and not is_control:
+                compares = source.has_own_collate
+                task = task._replace(axes=source.axes, places=together, compares=compares)
+            plans.append(
+                Plan(
+                    task,
+                    None if is_control else entry,
+                    entry if is_control else None,
+                    loads_hits=loads_hits,
+                )
+            )
             start = stop
         return plans

@@ -10,26 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from egeria_cache.batch import (
-    Batch,
     Lengths,
-    PartEntry,
-    SharedRows,
-    Structure,
     at_rows,
     flatten,
-    row_meta,
 )
 from egeria_cache.errors import EgeriaError
-from egeria_cache.loader.plan import Plan
 from egeria_cache.samples import (
-    BatchContext,
     Loaded,
     LoaderSource,
     Task,
@@ -42,7 +34,6 @@ from egeria_cache.samples import (
 class Found:
     """What a batch that was loaded whole consists of."""
 
-    structure: Structure
     order: list[int]
     """Which of the planned samples stands in each row."""
     own: dict[str, Tensor]
@@ -54,9 +45,7 @@ class Found:
     """Whether less is known of such batches than was believed: what is stored is void."""
 
 
-def find(
-    source: LoaderSource, task: Task, loaded: Loaded, structure: Structure, leaves: dict[str, Any]
-) -> Found:
+def find(source: LoaderSource, task: Task, loaded: Loaded, leaves: dict[str, Any]) -> Found:
     """Find the samples of a loaded batch in it.
 
     Raises:
@@ -90,39 +79,10 @@ def find(
         if tuple(measured.max(0).tolist()) != lengths.whole:
             raise EgeriaError(study.company or "")
     mixed = {path: leaf for path, leaf in leaves.items() if path not in own}
-    return Found(structure, places.order, own, mixed, lengths, is_new)
+    return Found(places.order, own, mixed, lengths, is_new)
 
 
-def together(source: LoaderSource, plan: Plan, task: Task, found: Found, *, stores: bool) -> Batch:
-    """Return the batch, its samples in the order in which they stand."""
-    entry, order = plan.entry, found.order
-    if entry is not None:
-        entry.whole = None if found.lengths is None else found.lengths.whole
-    task, lengths = task.at(order), found.lengths
-    metas = {
-        path: row_meta(leaf) if lengths is None else lengths.padding.row_meta(path, leaf)
-        for path, leaf in found.own.items()
-    }
-    kinds: dict[str, type] = dict.fromkeys(found.own, Tensor)
-    is_moved = entry is not None and order != list(range(len(order)))
-    return Batch(
-        ids=task.ids,
-        draws=task.draws,
-        loader_name=source.key,
-        leaves=found.own,
-        load_rows=partial(_load_own, source, task, lengths, tuple(found.own)),
-        entry=PartEntry(SharedRows(entry), np.array(order)) if entry and is_moved else entry,
-        context=BatchContext(
-            source, found.structure, task, metas, kinds, {}, source.fingerprint.age
-        ),
-        may_be_stored=stores and (entry is None or entry.num_misses > 0),
-        lengths=lengths,
-        mixed=found.mixed,
-        why_mixed=source.study.company or "",
-    )
-
-
-def _load_own(
+def load_own(
     source: LoaderSource,
     task: Task,
     lengths: Lengths | None,
