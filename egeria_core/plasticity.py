@@ -1,11 +1,9 @@
-"""Plasticity of a layer: how far its output is from the reference's, and how that changes.
+"""Plasticity of a layer: how far its output is from the reference's.
 
-Pure functions on tensors and lists of floats (paper, section 4.2; Tung & Mori 2019, eq. 3-4).
+Pure (paper, section 4.2; Tung & Mori 2019, eq. 3-4).
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,29 +44,3 @@ def _similarity(act: Tensor) -> Tensor:
     """
     rows = act.detach().reshape(act.shape[0], -1).to(torch.float32)
     return F.normalize(rows @ rows.T, p=2.0, dim=1)
-
-
-def moving_average(readings: Sequence[float], window: int) -> float:
-    """Return the mean of the last `min(window, len(readings))` readings (equation 2).
-
-    As printed, the equation sums W+1 terms over W and divides by zero at the first reading; this
-    is what it means.
-
-    Raises:
-        ValueError: There is no reading, or the window is not positive.
-    """
-    if window < 1 or not readings:
-        raise ValueError(f"need a positive window and a reading, got {window} and {len(readings)}")
-    tail = readings[-window:]
-    return sum(tail) / len(tail)
-
-
-def linear_slope(values: Sequence[float]) -> float:
-    """Return the least-squares slope of `values` per reading; 0.0 for fewer than two values."""
-    count = len(values)
-    if count < 2:
-        return 0.0
-    middle = (count - 1) / 2
-    mean = sum(values) / count
-    covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
-    return covariance * 12 / (count * (count * count - 1))

@@ -64,15 +64,6 @@ def room(device: torch.device) -> int | None:
     return max(0, int(free + kept - most - total // LEFT_ALONE) // 2)
 
 
-def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised host memory for copies with a device, page-locked if that is possible.
-
-    Raises:
-        RuntimeError: There is no memory left.
-    """
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pins(device))
-
-
 def lock_ahead(sizes: Iterable[int], device: torch.device) -> None:
     """Lock the pages now that copies with a device will need: it waits while that is done.
 
@@ -84,7 +75,7 @@ def lock_ahead(sizes: Iterable[int], device: torch.device) -> None:
     """
     if pins(device):
         with suppress(RuntimeError):  # no memory left: whoever needs it asks again
-            [host_memory((size,), torch.uint8, device) for size in (*sizes, *SMALL_SIZES)]
+            [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in (*sizes, *SMALL_SIZES)]
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,11 +6,10 @@ or says that it has not.
 """
 
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
-from egeria_cache.prefetch.view import ACTIVATION, LENGTHS, PRINT, View, Views, record
+from egeria_cache.prefetch.view import ACTIVATION, PRINT, View, Views, record
 
 __all__ = [
     "ACTIVATION",
-    "LENGTHS",
     "PRINT",
     "PlannedEntry",
     "Prefetcher",

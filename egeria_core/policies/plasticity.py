@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from egeria_core.learning_rate import TenfoldDrop, UnfreezeRule
-from egeria_core.plasticity import linear_slope, moving_average
 from egeria_core.policies.base import Measure, Reading
 from egeria_core.remembered import Remembered
 
@@ -82,9 +82,12 @@ class PlasticityPolicy(Remembered):
 
     def _is_stale(self, value: float) -> bool:
         self._readings = [*self._readings, value][-self.window :]
-        self._smooth = [*self._smooth, moving_average(self._readings, self.window)][-self.window :]
+        # As printed, equation 2 sums W+1 terms over W, and divides by zero at the first reading.
+        self._smooth = [*self._smooth, statistics.fmean(self._readings)][-self.window :]
         self._num_readings += 1
-        slope = abs(linear_slope(self._smooth))
+        slope = 0.0
+        if len(self._smooth) > 1:
+            slope = abs(statistics.linear_regression(range(len(self._smooth)), self._smooth).slope)
         if self._num_readings <= CALIBRATION:
             self.threshold = max(self.threshold, self.tolerance * slope)
             return False

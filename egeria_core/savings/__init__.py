@@ -4,6 +4,6 @@
 """
 
 from egeria_core.savings.savings import MoveCost, Savings
-from egeria_core.savings.schedule import Remaining, Schedule
+from egeria_core.savings.schedule import Schedule
 
-__all__ = ["MoveCost", "Remaining", "Savings", "Schedule"]
+__all__ = ["MoveCost", "Savings", "Schedule"]

@@ -7,10 +7,10 @@ Owns hooks on the model and the optimizer; freezes nothing and decides nothing.
 """
 
 from egeria_core.watch.activations import ActivationMeter
-from egeria_core.watch.forward import LayerMap, Prefix
+from egeria_core.watch.forward import LayerMap
 from egeria_core.watch.layers import Layer, find_layers
 from egeria_core.watch.meter import BringsMeter, Meter, Watched
-from egeria_core.watch.movement import MovementMeter, bare_optimizer, can_be_read
+from egeria_core.watch.movement import MovementMeter, can_be_read
 
 METERS: dict[str, type[Meter]] = {
     "nothing": Meter,
@@ -27,9 +27,7 @@ __all__ = [
     "LayerMap",
     "Meter",
     "MovementMeter",
-    "Prefix",
     "Watched",
-    "bare_optimizer",
     "can_be_read",
     "find_layers",
 ]

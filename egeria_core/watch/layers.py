@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -189,7 +189,8 @@ def _balance(units: Sequence[_Unit], num_layers: int, light: float) -> list[Laye
     total = sum(unit.num_parameters for unit in units)
     ideal = total / num_layers
     groups: list[list[_Unit]] = []
-    for stage in _runs(units):
+    for _, run in itertools.groupby(units, key=lambda unit: unit.stage):
+        stage = list(run)
         size = sum(unit.num_parameters for unit in stage)
         groups.extend(_split(stage, max(1, round(size / ideal)) if ideal else 1))
     groups = _absorb_small(groups, SMALL * ideal)
@@ -198,17 +199,6 @@ def _balance(units: Sequence[_Unit], num_layers: int, light: float) -> list[Laye
         Layer(tuple(unit.name for unit in group), sum(unit.num_parameters for unit in group))
         for group in groups
     ]
-
-
-def _runs(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
-    run: list[_Unit] = []
-    for unit in units:
-        if run and unit.stage != run[-1].stage:
-            yield run
-            run = []
-        run.append(unit)
-    if run:
-        yield run
 
 
 def _split(stage: list[_Unit], parts: int) -> list[list[_Unit]]:

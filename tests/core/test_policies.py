@@ -13,7 +13,6 @@ from egeria_cache import BoundaryError
 from egeria_core import Bootstrap, ControllerConfig, Policy, StaticPolicy, sp_loss
 from egeria_core.config import guideline_interval
 from egeria_core.learning_rate import TenfoldDrop
-from egeria_core.plasticity import moving_average
 from egeria_core.policies import PlasticityPolicy, Reading, make_policy
 
 
@@ -157,10 +156,6 @@ def sp_float64(a: np.ndarray, b: np.ndarray) -> float:
         return gram / np.linalg.norm(gram, axis=1, keepdims=True)
 
     return float(((similarity(a) - similarity(b)) ** 2).sum() / len(a) ** 2)
-
-
-def test_the_moving_average_is_of_the_last_readings() -> None:
-    assert moving_average([9.0, 1.0, 3.0], 2) == 2.0
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (8, 4, 5, 5), (32, 7, 16), (5, 1)])
