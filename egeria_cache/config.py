@@ -1,12 +1,8 @@
-"""Settings of the store, checked once. Sizes are bytes, times are seconds."""
+"""Sizes in bytes."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
-
-from egeria_cache.arguments import Codec, StorageDtype, check_choice
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
@@ -37,26 +33,3 @@ def parse_size(size: int | str) -> int:
     if size <= 0:
         raise ValueError(f"the size limit must be positive, got {size}")
     return int(size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreConfig:
-    """Where activations live, how they are written, and how much room they may take."""
-
-    directory: Path
-    """Created with mode 0700 if absent."""
-    limit_bytes: int = 100 * 10**9
-    """Hard bound on disk use of the whole directory; past it new samples are not stored."""
-    codec: str = "auto"
-    """One of `Codec`; "auto" decides from the first records of each generation."""
-    storage_dtype: str | None = None
-    """One of `StorageDtype`, or None: lossless."""
-    force_network: bool = False
-    """Use the directory even if it lies on a network filesystem, and whoever owns it there."""
-
-    def __post_init__(self) -> None:
-        if self.limit_bytes <= 0:
-            raise ValueError(f"limit_bytes must be positive, got {self.limit_bytes}")
-        check_choice("codec", self.codec, Codec)
-        if self.storage_dtype is not None:
-            check_choice("storage_dtype", self.storage_dtype, StorageDtype)

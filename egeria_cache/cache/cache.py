@@ -26,7 +26,7 @@ from egeria_cache.arguments import (
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
-from egeria_cache.cache.loader_api import LoaderApi, Passes
+from egeria_cache.cache.loader_api import LoaderApi
 from egeria_cache.device import device_of, runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
@@ -149,7 +149,7 @@ class ActivationCache:
         )  # fmt: skip
         self._moves = Boundary(self._engine, status)
         self.api = LoaderApi(
-            status, self._moves, host, self._readers, Passes(self.directory),
+            status, self._moves, host, self._readers, self.directory,
             ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""

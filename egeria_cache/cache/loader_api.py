@@ -43,7 +43,7 @@ class LoaderApi:
         boundary: Boundary,
         host: EngineCallbacks,
         readers: ReaderThreads,
-        passes: Passes,
+        directory: Path,
         *,
         ring_batches: int,
         stats: Callable[[], CacheStats],
@@ -51,7 +51,7 @@ class LoaderApi:
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
-        self.passes = passes
+        self._directory = directory
         self._status = status
         self._boundary = boundary
         self._host = host
@@ -114,7 +114,15 @@ class LoaderApi:
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed."""
         if source.is_random and self.views(source.key):
-            self.passes.ended(source, clock)
+            _note(self._directory, source, Clock(clock.tick + 1, clock.since))
+
+    def next_pass_of(self, source: LoaderSource) -> Clock | None:
+        """Return where a loader's first pass stands; None if nobody has passed its samples, or if
+        they are not random.
+        """
+        if not any(self._directory.glob(f"{NOTE}*")):  # a fingerprint takes time
+            return None
+        return next(_clocks(self._directory, _note_of(source)), (None, None))[0]
 
     def is_refused(self, loader_name: str) -> bool:
         """Whether nothing can be cached for this loader."""
@@ -243,35 +251,12 @@ NOTE = "note-"
 MAX_TICK = 1 << 31
 
 
-class Passes:
-    """The passes of one cache directory, one note for each loader of random samples. Used from the
-    training thread.
-
-    Args:
-        directory: Of the cache.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[str, Clock] = {}
-
-    def next_of(self, source: LoaderSource) -> Clock | None:
-        """Return where a loader's first pass stands; None if nobody has passed its samples, or if
-        they are not random.
-        """
-        if not self._known and not any(self._directory.glob(f"{NOTE}*")):
-            return None
-        name = _note_of(source)
-        return self._known.get(name) or next(_clocks(self._directory, name), (None, None))[0]
-
-    def ended(self, source: LoaderSource, clock: Clock) -> None:
-        """Note that all samples have been passed."""
-        after, name = Clock(clock.tick + 1, clock.since), _note_of(source)
-        self._known[name] = after
-        draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
-        content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
-        with contextlib.suppress(OSError, StoreError):
-            write_json(self._directory / name, content)
+def _note(directory: Path, source: LoaderSource, after: Clock) -> None:
+    """Note where the next pass over a loader's random samples stands."""
+    draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
+    content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
+    with contextlib.suppress(OSError, StoreError):
+        write_json(directory / _note_of(source), content)
 
 
 def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader import EgeriaLoader, original_of
 
-__all__ = ["cached", "keep_caches", "serve"]
+__all__ = ["attach_prepared", "keep_caches", "serve"]
 
 log = logging.getLogger("egeria")
 _DISPATCHED: weakref.WeakKeyDictionary[ActivationCache, set[str]] = weakref.WeakKeyDictionary()
@@ -71,20 +71,6 @@ def serve(prepared: Any, loader: EgeriaLoader[Any]) -> None:
     prepared.base_dataloader = loader
     prepared.dl_state_dict = loader.state_dict()
     prepared.state_dict = functools.partial(_state_dict, this)
-
-
-def cached(prepared: Any, cache: ActivationCache, *, name: str) -> Any:
-    """Serve a loader that was made and prepared without a cache; return it.
-
-    What cannot be served passes as it is, and that is said.
-
-    Args:
-        prepared: What `accelerator.prepare` made of a DataLoader.
-        cache: The cache of the model that is trained on its batches.
-        name: Of the loader, as for `EgeriaLoader`.
-    """
-    attach_prepared(prepared, cache, name=name)
-    return prepared
 
 
 def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Callable[[], None]:

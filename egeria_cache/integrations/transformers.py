@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
 from egeria_cache.integrations import Controller
-from egeria_cache.integrations.accelerate import cached
+from egeria_cache.integrations.accelerate import attach_prepared
 
 __all__ = ["EgeriaTrainer", "EgeriaTrainerMixin"]
 
@@ -146,7 +146,9 @@ class EgeriaTrainerMixin:
         return self._kept[key][0]
 
     def _cached(self, prepared: Any, name: str) -> Any:
-        return prepared if self.cache is None else cached(prepared, self.cache, name=name)
+        if self.cache is not None:
+            attach_prepared(prepared, self.cache, name=name)
+        return prepared
 
 
 class EgeriaTrainer(EgeriaTrainerMixin, Trainer):

@@ -325,7 +325,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             return last.ahead or 0, epoch + (last.ahead or 0)
         known = None
         with api.beside(self.source.key):
-            known = api.passes.next_of(self.source) if last.ahead is None else None
+            known = api.next_pass_of(self.source) if last.ahead is None else None
         if known is not None:
             self.source.is_known_random = True
             return known.tick - epoch, known.since

@@ -20,11 +20,10 @@ import numpy.typing as npt
 import psutil
 from torch import Tensor
 
-from egeria_cache.config import StoreConfig
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.codecs.lossy import LossyError
+from egeria_cache.store.codecs.lossy import LossyError, Storage
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
 from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals, salvaged
@@ -104,7 +103,8 @@ class Generation:
         writer: Writer,
         budget: Budget,
         counts: Counts,
-        config: StoreConfig,
+        codec: str,
+        storage: Storage,
         num_expected: int = 0,
     ) -> None:
         self.name: str = manifest.name
@@ -117,9 +117,9 @@ class Generation:
         self._stopped = files if isinstance(files, str) else None
         """Why it serves and takes nothing."""
         self._writer, self._budget = writer, budget
-        self._codec: Codec | None = None if config.codec == "auto" else Codec.named(config.codec)
+        self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
         self._coder = Coder()
-        self._storage = config.storage_dtype
+        self._storage = storage
         self.num_expected = num_expected
         """Records that it will hold when all are stored; 0 if nobody said."""
         self._lock = threading.Lock()
@@ -189,7 +189,6 @@ class Generation:
         *,
         variant: Variants = 0,
         pin_memory: bool = False,
-        in_memory: bool = False,
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read the samples that are stored.
 
@@ -197,33 +196,33 @@ class Generation:
             ids: B sample IDs, in any order, repeats allowed.
             variant: Which random draw of each.
             pin_memory: Decode into page-locked memory, for a copy to the device.
-            in_memory: Wait for no disk, but for one record that shows that not all is in memory.
 
         Returns:
             Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
             tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
             bare tensor if that was put; an empty dict if nothing was found.
-
-        Raises:
-            NotInMemoryError: `in_memory`, and not all of it is.
         """
         with without_modes():
-            return self._get(encode_keys(ids, variant), None, pin_memory, in_memory)
+            located = self.locate(ids, variant=variant)
+            return self.get_located(located, pin_memory=pin_memory)
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read samples that were located before, as `get_batch` does, under no mode of the loop's.
         What has been superseded since then is not found.
-        """
-        return self._get(*located, pin_memory, in_memory)
 
-    def _get(
-        self, keys: list[bytes], entries: Entries | None, pin_memory: bool, in_memory: bool
-    ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        num_hits, num_corrupt, num_samples = 0, 0, len(keys)
+        Args:
+            located: Where they are.
+            pin_memory: As there.
+            in_memory: Wait for no disk, but for one record that shows that not all is in memory.
+
+        Raises:
+            NotInMemoryError: `in_memory`, and not all of it is.
+        """
+        num_hits, num_corrupt, num_samples = 0, 0, len(located.keys)
         with self._trouble():
-            fetched = read(self._files, keys, entries, pin_memory, in_memory)
+            fetched = read(self._files, *located, pin_memory, in_memory)
             num_corrupt = fetched.num_corrupt
             num_hits = 0 if self._stopped else fetched.num_hits  # it became void meanwhile
         self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from egeria_cache.arguments import names_known
-from egeria_cache.config import PAGE_BYTES, StoreConfig, parse_size
+from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_known
+from egeria_cache.config import PAGE_BYTES, parse_size
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
@@ -100,27 +100,23 @@ class ActivationStore:
         storage_dtype: str | None = None,
         force_network: bool = False,
     ) -> None:
-        self.config = StoreConfig(
-            directory=Path(directory).expanduser().absolute(),
-            limit_bytes=parse_size(limit),
-            codec=codec,
-            storage_dtype=storage_dtype,
-            force_network=force_network,
-        )
-        self._start()
-
-    def _start(self) -> None:
-        config = self.config
+        self.directory = Path(directory).expanduser().absolute()
+        self.limit_bytes = parse_size(limit)
+        check_choice("codec", codec, Codec)
+        if storage_dtype is not None:
+            check_choice("storage_dtype", storage_dtype, StorageDtype)
+        self._codec, self._storage = codec, storage_dtype
+        self._force_network = force_network
         self.writable = claim_directory(
-            config.directory, config.limit_bytes, force_network=config.force_network
+            self.directory, self.limit_bytes, force_network=force_network
         )
-        self.was_used = bool(generation_directories(config.directory))
+        self.was_used = bool(generation_directories(self.directory))
         """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._counts = Counts()
         self._alone: Generation | None = None
-        self._budget = Budget(config.directory, config.limit_bytes)
+        self._budget = Budget(self.directory, self.limit_bytes)
         self._writer = Writer()
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
@@ -142,12 +138,12 @@ class ActivationStore:
             StoreError: The fields are no JSON, or the directory cannot be used.
         """
         fields = canonical(fields)
-        if self.config.storage_dtype is not None:
-            fields["storage_dtype"] = self.config.storage_dtype
+        if self._storage is not None:
+            fields["storage_dtype"] = self._storage
         name = generation_name(fields)
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store at {self.config.directory} is closed")
+                raise StoreError(f"the store at {self.directory} is closed")
             known = self._generations.get(name)
             if known is not None and known.alive:
                 return known
@@ -161,16 +157,16 @@ class ActivationStore:
         deadline = time.monotonic() + REMOVAL_WAIT_S
         while True:
             try:
-                return self._open(self.config.directory / name, fields, num_expected)
+                return self._open(self.directory / name, fields, num_expected)
             except OSError as error:
                 # It is just being removed, or looked at in this process: no lock is shared with
                 # who does that, and must not wait.
                 passes = error.errno == errno.EBUSY or (
-                    error.errno == errno.ENOENT and self.config.directory.is_dir()
+                    error.errno == errno.ENOENT and self.directory.is_dir()
                 )
                 if not passes or time.monotonic() > deadline:
                     raise StoreError(
-                        f"{self.config.directory / name} cannot be opened: {error.strerror}; is "
+                        f"{self.directory / name} cannot be opened: {error.strerror}; is "
                         "the disk full, or was the directory removed?"
                     ) from error
             time.sleep(0.001)
@@ -194,7 +190,7 @@ class ActivationStore:
                 self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
             *opened, writer=self._writer, budget=self._budget, counts=self._counts,
-            config=self.config, num_expected=num_expected,
+            codec=self._codec, storage=self._storage, num_expected=num_expected,
         )  # fmt: skip
         if aside is not None:
             generation.salvage(aside)
@@ -215,7 +211,7 @@ class ActivationStore:
                 directory.mkdir(mode=0o700, exist_ok=True)
                 manifest.write(directory)
                 return manifest, GenerationFiles(directory, writes=True)
-            why = f"the limit of {self.config.limit_bytes} bytes has no room for another one"
+            why = f"the limit of {self.limit_bytes} bytes has no room for another one"
             logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
         return manifest, why
 
@@ -284,8 +280,8 @@ class ActivationStore:
             raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
             stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
             lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
-            bytes_on_disk=directory_bytes(self.config.directory),
-            limit_bytes=self.config.limit_bytes,
+            bytes_on_disk=directory_bytes(self.directory),
+            limit_bytes=self.limit_bytes,
         )
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -304,12 +300,14 @@ class ActivationStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __getstate__(self) -> StoreConfig:
-        return self.config
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "directory": self.directory, "limit": self.limit_bytes, "codec": self._codec,
+            "storage_dtype": self._storage, "force_network": self._force_network,
+        }  # fmt: skip
 
-    def __setstate__(self, config: StoreConfig) -> None:
-        self.config = config
-        self._start()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ActivationStore.__init__(self, **state)
 
 
 def _shut_down(writer: Writer, generations: Mapping[str, Generation], process: int) -> None:

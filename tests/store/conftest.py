@@ -63,7 +63,7 @@ def entries_of(store: ActivationStore, ids: list[Any]) -> Any:
 def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
     """Flip a bit of these records, behind the back of whoever has them open."""
     generation = store._own()
-    path = store.config.directory / generation.name / DATA_NAME
+    path = store.directory / generation.name / DATA_NAME
     with path.open("r+b") as file:
         for place in entries_of(store, ids)["place"].tolist():
             assert place

@@ -154,11 +154,11 @@ def test_what_is_asked_for_from_memory_waits_for_no_disk(directory, codec, ids):
         keep(store, ids, rows)
         generation = store._own()
         some_ids = [ids[3], ids[30], ids[3]]  # asking for another page reads ahead of it
-        got, found = generation.get_batch(some_ids, in_memory=True)
+        got, found = from_memory(generation, some_ids)
         assert found.all()
         assert torch.equal(got["x"], rows["x"][[3, 30, 3]])
         with pytest.raises(NotInMemoryError):
-            generation.get_batch([ids[3], "not there"], in_memory=True)
+            from_memory(generation, [ids[3], "not there"])
         place = int(entries_of(store, [ids[60]])["place"][0])
     (path,) = directory.glob("gen-*/data.mdb")
     forget(path)
@@ -170,11 +170,15 @@ def test_what_is_asked_for_from_memory_waits_for_no_disk(directory, codec, ids):
         except BlockingIOError:
             pass
         with pytest.raises(NotInMemoryError):
-            generation.get_batch(some_ids, in_memory=True)
+            from_memory(generation, some_ids)
         got, found = generation.get_batch(ids)
         assert found.all()
         assert torch.equal(got["x"], rows["x"])
-        assert generation.get_batch(some_ids, in_memory=True)[1].all()
+        assert from_memory(generation, some_ids)[1].all()
+
+
+def from_memory(generation, ids):
+    return generation.get_located(generation.locate(ids), in_memory=True)
 
 
 def forget(path: Path) -> None:
