@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+from contextlib import closing, nullcontext
 from tempfile import NamedTemporaryFile, mkdtemp, mkstemp, mktemp
 
 import numpy as np
@@ -285,9 +286,9 @@ def test_a_head_that_counts_in_an_object_made_in_c(kind, place, boundary):
 
         model = net(forward=forward, counter=counter if outside is None else None)
         where = "middle" if run.is_plain else boundary
-        run.fit(run.freeze(model, where, ("early", "middle")), run.loader(rows()), 3)
-        run.see(float(tick(counter)))
-        getattr(counter, "close", list)()
+        with closing(counter) if hasattr(counter, "close") else nullcontext():
+            run.fit(run.freeze(model, where, ("early", "middle")), run.loader(rows()), 3)
+            run.see(float(tick(counter)))
 
     judge(script, served=kind in COPIED and place == "attribute")
 

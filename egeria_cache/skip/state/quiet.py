@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,19 +28,24 @@ from egeria_cache.pystate import is_installed_code, is_library
 
 _OPENERS = (__name__, "pathlib", "pathlib._local", "codecs", "gzip")
 """Modules of Python's that open what they are given."""
-_UNTOLD: Any = {"os.read": os, "os.write": os, "torch._C.PyTorchFileWriter": torch._C}
-"""What it does not tell them of: the same by number, and what `torch.save` writes by."""
-_CHANGES = frozenset({
-    *_UNTOLD, "open", "socket.bind", "socket.connect", "socket.sendmsg", "socket.sendto",
-    "sqlite3.connect", "subprocess.Popen", "os.chdir", "os.chmod", "os.chown", "os.exec", "os.fork",
-    "os.forkpty", "os.kill", "os.killpg", "os.link", "os.lockf", "os.mkdir", "os.posix_spawn",
-    "os.remove", "os.removexattr", "os.rename", "os.rmdir", "os.setxattr", "os.spawn", "os.symlink",
-    "os.system", "os.truncate", "os.utime",
-})  # fmt: skip
-"""What Python tells its audit hooks of, and cannot be taken back. Of `open`: what is opened to be
+_CHANGES = {
+    "builtins": "open",
+    "io": "open",
+    "os": "open read write pread pwrite readv writev sendfile truncate ftruncate mkdir mkfifo link "
+    "symlink rename replace remove unlink rmdir chdir chmod chown utime setxattr removexattr lockf "
+    "system fork forkpty posix_spawn posix_spawnp execv execve kill killpg",
+    "socket.socket": "bind connect connect_ex send sendall sendmsg sendto",
+    "sqlite3": "connect",
+    "subprocess.Popen": "__init__",
+    "torch._C": "PyTorchFileWriter",
+}
+"""What cannot be taken back, where all of Python's own libraries find it. Of what is opened: to be
 written, and what code of the user's opens at all, which each run would read again.
 """
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_WRITING = frozenset("wax+")
+_BY_NUMBER = frozenset({"os.read", "os.write", "os.pread", "os.pwrite", "os.readv", "os.writev"})
+_SHOWN = (str, bytes, int, list, tuple, os.PathLike)
 _ONCE = (
     "importlib.", "logging", "numba.", "torch._dynamo.convert_frame", "torch._inductor.",
     "torch.utils.cpp_extension", "triton.",
@@ -73,7 +78,6 @@ def quietly_in(context: Context, function: Callable[..., Any], *args: Any, **kwa
 
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     state: list[BoundaryError | None] = [None]
-    _listen()
     _BESIDE.set(state)
     with ExitStack() as stack:
         stack.callback(state.clear)
@@ -81,8 +85,9 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for name in ("stdout", "stderr"):
             _put(stack, sys, name, _Muted)
         _put(stack, logging.Logger, "handle", _unheard)  # not a filter of each: there are hundreds
-        for event, module in _UNTOLD.items():
-            _put(stack, module, event.rpartition(".")[2], partial(_told, event))
+        for path, names in _CHANGES.items():
+            for name in names.split():
+                _put(stack, _loaded(path), name, partial(_told, f"{path}.{name}"))
         _unhook_saving(stack)
         _leave_modes(stack)
         # In place: `catch_warnings` would forget what was said once.
@@ -106,7 +111,7 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _put(stack: ExitStack, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Have what is made of something stand in its place meanwhile."""
-    before = getattr(holder, name)
+    before = getattr(holder, name, None)
     if before is None or getattr(before, "__module__", "") == __name__:
         return
     ours = make(before)
@@ -127,37 +132,32 @@ def _unheard(heard: Callable[..., None]) -> Callable[..., None]:
     return handle
 
 
-def _told(event: str, does: Callable[..., Any]) -> Callable[..., Any]:
+def _loaded(path: str) -> Any:
+    """Return a module, or a class of one, if that is loaded."""
+    module, _, name = path.rpartition(".")
+    return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
+
+
+def _told(what: str, does: Callable[..., Any]) -> Callable[..., Any]:
     def told(*args: Any, **kwargs: Any) -> Any:
-        _heed(event, args)
+        state = _BESIDE.get()
+        if state and _is_refused(what, args, kwargs, sys._getframe(1)):
+            given = next((repr(one) for one in args if isinstance(one, _SHOWN)), "...")
+            state[0] = BoundaryError(
+                f"{what}({given}) cannot be taken back, and a dry run would do it once more; keep "
+                "it out of the model's forward"
+            )
+            raise state[0]
         return does(*args, **kwargs)
 
     return told
 
 
-@cache
-def _listen() -> None:
-    """Hear of what Python tells, from the first dry run on. A hook stays, and costs 0.2 us: some
-    dozens of times in a step.
+def _is_refused(what: str, args: Any, kwargs: Any, frame: FrameType | None) -> bool:
+    """Whether a dry run would do what the loop does once more; not what is done once, by whoever
+    comes first, nor what a library reads.
     """
-    sys.addaudithook(_heed)
-
-
-def _heed(
-    event: str, args: Any, changes: frozenset[str] = _CHANGES, beside: Any = _BESIDE.get
-) -> None:
-    """Refuse what a dry run would do once more than the loop does."""
-    if event in changes and (state := beside()) and _is_refused(event, args, sys._getframe(1)):
-        state[0] = BoundaryError(
-            f"{event}({', '.join(map(repr, args[:1]))}) cannot be copied, so that a dry run would "
-            "do it once more; keep it out of the model's forward"
-        )
-        raise state[0]
-
-
-def _is_refused(event: str, args: Any, frame: FrameType | None) -> bool:
-    only_reads = event == "open" and not _WRITES & (args[2] or 0)
-    if only_reads or event in ("os.read", "os.write"):
+    if _only_reads(what, args, kwargs):
         while frame is not None and frame.f_globals.get("__name__") in _OPENERS:
             frame = frame.f_back
         return frame is not None and not is_installed_code(frame.f_code)
@@ -165,7 +165,18 @@ def _is_refused(event: str, args: Any, frame: FrameType | None) -> bool:
         if str(frame.f_globals.get("__name__")).startswith(_ONCE):
             return False
         frame = frame.f_back
-    return event not in _UNTOLD or isinstance(args[0], str)
+    return what != "torch._C.PyTorchFileWriter" or isinstance(args[0], str)
+
+
+def _only_reads(what: str, args: Any, kwargs: Any) -> bool:
+    """Whether a file is opened to be read, or what is open by a number is: libraries use pipes of
+    their own.
+    """
+    if what == "os.open":
+        return not _WRITES & (args[1] if len(args) > 1 else kwargs.get("flags", 0))
+    if what.endswith(".open"):
+        return _WRITING.isdisjoint(args[1] if len(args) > 1 else kwargs.get("mode", "r"))
+    return what in _BY_NUMBER
 
 
 def _leave_modes(stack: ExitStack) -> None:
