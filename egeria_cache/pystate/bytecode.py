@@ -101,7 +101,7 @@ def _wholes(found: list[dis.Instruction]) -> Iterator[str | None]:
             continue
         if one.argval in ("__dict__", "__getattribute__"):
             yield _root(found[:i][::-1], -1)
-        elif one.argval in _OF_ALL and not (one.argval == "globals" and _is_told(found[i + 1 :])):
+        elif one.argval in _OF_ALL:
             yield ""
         elif one.argval in _WHOLE and not _gives_a_text(found[i:]):
             yield _root(found[i + 1 :], 0)
@@ -118,30 +118,15 @@ def _root(found: list[dis.Instruction], at: int) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _is_told(found: list[dis.Instruction]) -> bool:
-    """Whether a table that a call brings is asked for a text alone."""
-    called = [one for one in found if one.opname not in ("PUSH_NULL", "PRECALL", "CACHE")][1:]
-    if called and called[0].argval == "get":
-        del called[0]
-    text, asks = [*called, *found][:2]
-    is_text = text.opname == "LOAD_CONST" and type(text.argval) is str
-    return text.opname == "CONTAINS_OP" or (
-        is_text and asks.opname.startswith(("BINARY_S", "CALL"))
-    )
-
-
 def _gives_a_text(found: list[dis.Instruction]) -> bool:
-    """Whether the second argument of a call, or of `attrgetter` the first, is a text."""
-    place = 1 if found[0].argval == "attrgetter" else 2
-    base = height = dis.stack_effect(found[0].opcode, found[0].arg)
-    ends = dict[int, dis.Instruction]()
-    for one in found[1:]:
-        height += dis.stack_effect(one.opcode, one.arg, jump=False)
-        if _is_jump(one) or (height <= base and one.opname.startswith(("CALL", "PRECALL"))):
-            break
-        ends[height] = one
-    given = ends.get(base + place)
+    """Whether what is given behind a first argument that has a name is a text."""
+    given = next((one for one in found[1:] if not _leads_on(one)), None)
     return given is not None and given.opname == "LOAD_CONST" and type(given.argval) is str
+
+
+def _leads_on(one: dis.Instruction) -> bool:
+    is_load = one.opname.startswith("LOAD_") and one.opname != "LOAD_CONST"
+    return is_load or one.opname in ("CACHE", "PUSH_NULL")
 
 
 def _is_jump(one: dis.Instruction) -> bool:

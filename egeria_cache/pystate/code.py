@@ -79,8 +79,7 @@ class Code:
     others: dict[int, nn.Module] = field(default_factory=dict)
     """By id, modules that are none of these, and that it may run; none that train."""
     whole: set[Any] = field(default_factory=set)
-    """Ids of what it reads under names that cannot be told, and classes of such objects; None if
-    these may be any."""
+    """Ids of globals that it reads under names that cannot be told; None if it reads objects so."""
     until: Mapping[types.CodeType, int] = field(default_factory=dict)
     """Offset of the call behind which nothing counts of some code."""
     unread: Mapping[Any, Any] = field(default_factory=dict)
@@ -128,12 +127,7 @@ class Code:
 
     def names_of(self, value: Any) -> frozenset[str]:
         """Return the names under which it may read of an object's class, or of a class."""
-        whole = bases_of(_kind(value)) if self.reads_whole(value) else ()
-        return self.names.union(*map(vars, whole))
-
-    def reads_whole(self, value: Any) -> bool:
-        """Whether it may read all of an object, or of a class."""
-        return not self.whole.isdisjoint((None, id(value), *_kind(value).__mro__))
+        return self.names.union(*map(vars, bases_of(_kind(value)) if None in self.whole else ()))
 
     def read_of(self, kind: type, names: Iterable[str]) -> list[str]:
         """Return the names under which a class has something, and no count."""
@@ -148,7 +142,7 @@ class Code:
                 yield from self._run_by_module(one)
             elif isinstance(one, types.ModuleType):
                 if not _is_library(one.__name__):
-                    self.note(vars(one), sorted(self.names))
+                    self.note(vars(one), sorted(self.names), whole=None in self.whole)
             elif not has_settings(one):
                 yield from ((found, owner) for found in _functions(one))
             else:
@@ -156,12 +150,12 @@ class Code:
                 for name in self.in_class_of(one):
                     yield from ((found, kind) for found in _functions(in_class(kind, name)))
 
-    def note(self, scope: dict[str, Any], names: Iterable[str]) -> None:
+    def note(self, scope: dict[str, Any], names: Iterable[str], *, whole: bool = False) -> None:
         """Note globals that it reads: under these names, or all data."""
-        whole = _data_in(scope) if id(scope) in self.whole else ()
-        for name in (name for name in (*names, *whole) if name in scope):
+        data = _data_in(scope) if whole or id(scope) in self.whole else ()
+        for name in (name for name in (*names, *data) if name in scope):
             self.found[id(scope[name]), None] = scope[name]
-            if not isinstance(scope[name], types.ModuleType):
+            if not (isinstance(scope[name], types.ModuleType) or scope[name] is sys.modules):
                 self.globals[id(scope), name] = scope
 
     def _run_by_module(self, module: nn.Module) -> Iterator[Entry]:
@@ -179,7 +173,7 @@ class Code:
     def held(self, value: Any) -> dict[str, Any]:
         """Return what it reads of an object; all, if the object has code of its own for that."""
         own = own_attributes(value)
-        everything = any(in_class(type(value), name) for name in _READS) or self.reads_whole(value)
+        everything = any(in_class(type(value), name) for name in _READS) or None in self.whole
         names = own.keys() if everything else own.keys() & self.names
         return {name: own[name] for name in sorted(names) if (id(value), name) not in self.unread}
 
@@ -234,31 +228,24 @@ def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iter
             held |= {name: cell.cell_contents} if name in names.free else {}
             code.cells += [cell] if name in held else []
     if not is_installed_code(function.__code__):
-        code.whole.update(_wholes(function, owner, held, names))
+        code.whole.update(_wholes(function, owner, names))
     code.found |= {(id(value), owner): value for value in held.values()}
     code.note(scope, (*names.loaded, *names.imports))
     code.note(sys.modules, names.imports)
 
 
-def _wholes(
-    function: types.FunctionType, owner: type | None, held: Mapping[str, Any], names: Names
-) -> Iterator[Any]:
+def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> Iterator[Any]:
     """Yield what a function reads under names that cannot be told; see `Code.whole`. What it reads
     so of the module that it belongs to is noted as it is read.
     """
-    scope, itself = function.__globals__, tuple[str, ...]()
-    methods = (one for base in bases_of(owner or object) for one in vars(base).values())
-    if names.whole and any(found is function for one in methods for found in _functions(one)):
-        itself = function.__code__.co_varnames[:1]
+    itself = tuple[str, ...]()
+    if names.whole and owner is not None and issubclass(owner, nn.Module):
+        methods = (one for base in bases_of(owner) for one in vars(base).values())
+        if any(found is function for one in methods for found in _functions(one)):
+            itself = function.__code__.co_varnames[:1]
     for name in names.whole:
-        if not name:
-            yield None if name is None else id(scope)
-        elif owner is not None and name in itself:
-            yield from () if issubclass(owner, nn.Module) else (owner,)
-        else:
-            found = next((space[name] for space in (held, scope) if name in space), None)
-            place = vars(found) if isinstance(found, types.ModuleType) else found
-            yield None if found is None else id(place)
+        if name not in itself:
+            yield None if name != "" else id(function.__globals__)
 
 
 def _entered(module: nn.Module) -> Iterator[Entry]:

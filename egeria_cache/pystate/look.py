@@ -59,7 +59,6 @@ from egeria_cache.pystate.places import (
     Parts,
     Place,
     Sketch,
-    Version,
     sketch_of,
 )
 from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, holds_threads
@@ -201,7 +200,7 @@ class Portrait(Snapshot):
         elif not self._keeps and not isinstance(place, Named | Sketch):
             return []
         found = super()._keep(place)
-        self.is_whole &= self._keeps and not isinstance(place, Sketch | Version | Length)
+        self.is_whole &= self._keeps and not isinstance(place, Sketch | Length)
         if not self._keeps:
             self.places.pop(), self._kept.pop()
         if isinstance(place, Parts):

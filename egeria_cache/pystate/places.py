@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt
@@ -34,7 +33,7 @@ from egeria_cache.pystate.foreign import (
     own_attributes,
     state_of,
 )
-from egeria_cache.pystate.prints import array_print, tensor_print
+from egeria_cache.pystate.prints import tensor_print
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
@@ -256,19 +255,6 @@ class Length(Place):
             where += where[-1:] * (kept - len(where))
 
 
-class Version(Place):
-    """How often a tensor was written to that is too large to be kept: it cannot be put back."""
-
-    __slots__ = ()
-
-    def read(self, where: Tensor) -> tuple[Any, ...]:
-        """Return what a write moves, or another memory."""
-        return where._version, where.data_ptr(), where.shape
-
-    def write(self, where: Tensor, kept: Any) -> None:
-        """Leave it."""
-
-
 class Sketch(Place):
     """What shows at once of what is too large to be kept, or is no place: it cannot be put back."""
 
@@ -279,7 +265,8 @@ class Sketch(Place):
         with Attempt(), torch._C.DisableTorchFunctionSubclass():
             if isinstance(where, Tensor):
                 seen = tensor_print(where, 0) if where.is_inference() else where._version
-                return (seen, where.shape), []
+                place = where.data_ptr() if where.layout == torch.strided else 0
+                return (seen, place, where.shape), []
             if isinstance(where, (np.ndarray, io.BytesIO, *MEMORY)):
                 return _here_and_there(where)
             if isinstance(where, LEADS):
@@ -354,24 +341,6 @@ class Elements(Place):
             memoryview(where).cast("B")[:] = kept
 
 
-class Digest(Place):
-    """The same of a tensor or an array that is not to be put back: no copy of it is kept."""
-
-    __slots__ = ()
-
-    def read(self, where: Any) -> int:
-        """Return what tells its elements and its shape."""
-        is_tensor = isinstance(where, Tensor)
-        try:
-            found = xxhash.xxh3_64_intdigest(where.detach().numpy() if is_tensor else where)
-        except (TypeError, ValueError, RuntimeError, BufferError):  # as NumPy has none, or strided
-            found = tensor_print(where) if is_tensor else array_print(where)
-        return hash((found, where.shape))
-
-    def write(self, where: Any, kept: Any) -> None:
-        """Leave it."""
-
-
 class Generator(Place):
     """Where a generator of random numbers is; a generator of Python's cannot be set back."""
 
@@ -427,7 +396,7 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
             return None
         if value.is_meta or value.is_inference():
             return None
-        return (Version if value.nbytes > max_bytes else Elements)(path, value)
+        return (Sketch if value.nbytes > max_bytes else Elements)(path, value)
     if isinstance(value, np.ndarray):
         is_kept = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= max_bytes
         return Elements(path, value) if is_kept else None

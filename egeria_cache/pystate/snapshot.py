@@ -47,7 +47,6 @@ from egeria_cache.pystate.places import (
     LEADS,
     Attributes,
     Cell,
-    Digest,
     Elements,
     Generator,
     Length,
@@ -330,7 +329,7 @@ class Snapshot:
         if whole is not None:
             is_array = isinstance(whole, Elements) and isinstance(value, Tensor | np.ndarray)
             self._left -= value.nbytes if is_array else 0
-            yield Digest(path, value) if is_array and self._reach.sketches else whole
+            yield whole
         if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
             return
         if own_dict(value) is not None or slots_of(value):

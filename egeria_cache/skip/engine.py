@@ -937,7 +937,7 @@ class SkipEngine:
         code = reached(modules, functions, plan.unread, plan.until)
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
-        plan.guard = guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
+        plan.guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
@@ -952,7 +952,6 @@ class SkipEngine:
             fields=self._addresses.of(fields),
             growth=plan.row_growth(),
             profile=plan.profile,
-            changed=guard.changed,
         )
         self._plans.add(plan)
         self._thaw.watch(self.model, self._held, plan.reads)

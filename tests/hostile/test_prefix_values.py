@@ -317,7 +317,6 @@ TOLD = {
     "of an object": lambda m, at: at.scale * getattr(at, "scale", len(m.early.weight[0])),
     "of the model": lambda m, at: at.scale * m.get_submodule("".join(("ear", "ly"))).k,
     "of a library": lambda m, at: getattr(torch, "".join("ones"))(1) * at.scale,
-    "of the globals": lambda m, at: at.scale * globals()["TABLE"]["scale"] * ("x" not in globals()),
 }
 
 

@@ -117,7 +117,8 @@ def check_rows(
             error = difference(a, b)
             if error > tolerance(value, plan.coarsest):
                 if trace is not None and trace.draws:
-                    raise BoundaryError.impure(plan.boundary, trace.describe_draws())
+                    why = trace.describe_draws(next(iter(trace.draws)))
+                    raise BoundaryError.impure(plan.boundary, why)
                 raise _blame(traced, parts, plan, error)
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict

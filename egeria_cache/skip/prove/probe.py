@@ -1,8 +1,8 @@
 """Find what crosses the boundary: replay on placeholders until nothing escapes.
 
 Each escape names its sources, and the next probe is given what was missing: an input leaf is kept,
-a module without parameters is run after all (rotary embeddings, masks), the output of any other is
-cached with the cut, or kept as a constant if it does not depend on the samples.
+the output of a module is cached with the cut, or kept as a constant if it does not depend on the
+samples (rotary embeddings).
 
 Memory that is shared stays shared: tensors that cross the cut, and are one in a plain run.
 
@@ -35,7 +35,7 @@ from egeria_cache.skip.serve.placeholder import (
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
-from egeria_cache.skip.state.hooks import has_user_hooks
+from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -101,8 +101,6 @@ class Prober:
         self.traced = traced
         self.plain = plain
         self.plan = plan
-        self.tried: set[int] = set()
-        """Steps that were run for a try."""
         self._real_arguments: set[int] = set()
         self._paths = traced.call.layout.paths()
 
@@ -116,7 +114,7 @@ class Prober:
             if not step.run and has_user_hooks(step.module):
                 for j, leaf in enumerate(step.leaves):
                     if isinstance(leaf, TensorSpec):
-                        self._give(Source("step", step.name, i, j), heavy=True)
+                        self._give(Source("step", step.name, i, j))
         for _ in range(_MAX_PROBES):
             copied = self.traced.copies.fresh()
             run = _ProbeRun(self, copied)
@@ -131,8 +129,6 @@ class Prober:
                 if not kept:
                     continue
                 raise Escape.at(kept, "something that keeps it (a hook, an attribute, a global)")
-            except _TryAgain:
-                pass
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
@@ -184,15 +180,9 @@ class Prober:
                 progress |= self._give(source)
         return progress
 
-    def _give(self, source: Source, *, heavy: bool = False) -> bool:
-        """Run a step after all, or store its output, or keep that as a constant."""
+    def _give(self, source: Source) -> bool:
+        """Store a step's output, or keep that as a constant."""
         step = self.plan.steps[source.index]
-        last = source.index == len(self.plan.steps) - 1
-        light = not last and next(step.module.parameters(), None) is None
-        if light and not heavy and source.index not in self.tried:
-            self.tried.add(source.index)
-            step.run = True
-            return True
         spec = step.leaves[source.leaf]
         if step.run or not isinstance(spec, TensorSpec):
             return False
@@ -204,10 +194,6 @@ class Prober:
         # That it is always the same is looked at in the end: `check_constants`.
         step.constants[source.leaf] = self.traced.leaf(source.index, source.leaf)
         return True
-
-
-class _TryAgain(Exception):  # noqa: N818
-    """A module that was worth a try gives no real output: skip it after all."""
 
 
 class _ProbeRun(ReplayRun):
@@ -244,14 +230,9 @@ class _ProbeRun(ReplayRun):
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.plan.steps[index]
-        given = placeholders((args, kwargs)) if step.real else []
-        if given:
+        given = placeholders((args, kwargs))
+        if given and has_user_hooks_inside(step.module):  # somebody reads what goes on inside
             raise Escape.at((source for p in given for source in p.sources), step.name)
-
-    def ran(self, index: int, output: Any) -> None:
-        if index in self._prober.tried and _leaked(output):
-            self.plan.steps[index].run = False
-            raise _TryAgain
 
     def _refuse_trained(self, tensor: Tensor) -> None:
         parameter = self._prober.traced.trained_by(tensor)

@@ -94,7 +94,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.reads = _reads(traced, plan, trace)
     _check_moved(traced, plan)
     plan.draws = any(part.drew for part in parts)
-    _note_draws(plan, trace)
+    _check_draws(plan, trace)
     note_reads(plan, seen, repeats.moving)
     plan.free = free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
@@ -174,9 +174,8 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
             _describe(traced, name, a, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves_a)
         ]
-        real = has_user_hooks_inside(record.module)
-        run = real or trainable(record.module) is not None
-        steps.append(StepPlan(record.module, name, spec, described, run=run, real=real))
+        run = has_user_hooks_inside(record.module) or trainable(record.module) is not None
+        steps.append(StepPlan(record.module, name, spec, described, run=run))
     last = steps[-1]
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]
     if not last.run and len(tensors) == 1 and last.leaves[tensors[0]].batch_dim is not None:
@@ -370,14 +369,14 @@ def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> 
     ]
 
 
-def _note_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
-    """Let a replay draw what the skipped modules would have drawn (to no effect, as was shown)."""
+def _check_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
+    """Only code around the modules may draw random numbers, to no effect: a hit runs it, too."""
     if trace is None:
         return
-    for index, draws in trace.draws.items():
-        plan.draws = True
+    plan.draws |= bool(trace.draws)
+    for index in trace.draws:
         if index >= 0 and not plan.steps[index].run:
-            plan.steps[index].draws = draws
+            raise BoundaryError.impure(plan.boundary, trace.describe_draws(index))
 
 
 def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,6 @@ from torch.utils._pytree import TreeSpec
 from egeria_cache.batch import Fold, Lengths
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.skip.serve.padded import RowGrowth, Rule
-from egeria_cache.skip.serve.trace import Draw
 
 Slot = tuple[int, int]
 """(step, leaf of its output)"""
@@ -62,8 +61,6 @@ class Cut:
     """Of the cached tensors whose rows follow the lengths of their samples."""
     profile: tuple[Step, ...] = ()
     """What each module of the prefix cost and gave, in execution order: the gate chooses by it."""
-    changed: Callable[[], str | None] = field(repr=False)
-    """The guard: says what changed in the prefix since the cut was proved, None if nothing."""
 
     def stripped(self, name: str, rows: Tensor, lengths: Lengths) -> Tensor | PaddedRows:
         """Return the rows of a cached tensor without what was computed for padding."""
@@ -235,14 +232,10 @@ class StepPlan:
     """Per leaf of the output: a TensorSpec, or the plain value it always has."""
     run: bool = False
     """Not skipped: it costs little, is trained, or has hooks of the user inside."""
-    real: bool = False
-    """Whether it must be given real inputs: somebody reads what goes on inside."""
     cached: set[int] = field(default_factory=set)
     """Leaves of the output that are stored with the cut."""
     constants: dict[int, Tensor] = field(default_factory=dict)
     """Leaves that cross the boundary but do not depend on the samples."""
-    draws: list[Draw] = field(default_factory=list)
-    """Random numbers that it draws to no effect, drawn again so that later ones are the same."""
     single: bool = False
     """Whether the output is one leaf."""
 

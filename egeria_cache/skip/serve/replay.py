@@ -220,12 +220,9 @@ class ReplayRun:
                 output = original(*args, **kwargs)
             finally:
                 self._inside = False
-            self.ran(index, output)
         else:
             if self.looks:
                 self.skipping(index, args, kwargs)
-            for draw in step.draws:
-                draw.again()
             leaves = self._leaves.get(index) or self._stand_ins(index)
             if step.cached or step.constants or self.plan.same:
                 leaves = self._with_values(index, leaves)
@@ -239,9 +236,6 @@ class ReplayRun:
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what a skipped module is called with; a dry run does."""
-
-    def ran(self, index: int, output: Any) -> None:
-        """Look at what a module that is not skipped returned; a dry run does."""
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         """Return what the model is given for one of its inputs: a placeholder if that will do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from egeria_cache.device import random_states
 from egeria_cache.skip.model.frozen import Named
@@ -35,20 +34,6 @@ _PAST_OPERATORS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One use of the global random generators."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def again(self) -> None:
-        """Draw the same amount once more, to no effect."""
-        args, kwargs = tree_map_only(Tensor, _filled, (self.args, self.kwargs))
-        self.func(*args, **kwargs)
-
-
 class PrefixTrace(TorchDispatchMode):
     """Note which of the model's tensors are read, and every draw of random numbers.
 
@@ -65,7 +50,6 @@ class PrefixTrace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._grad = grad
-        self._drawing: dict[str, str | None] = {}
         self._known: dict[Any, list[tuple[Named, range]]] = {}
         for named, tensor in known:
             if tensor.numel():
@@ -76,8 +60,8 @@ class PrefixTrace(TorchDispatchMode):
         self.undifferentiated: dict[int, set[int]] = {}
         """The same for tensors that are trained, where autograd does not follow what is read: they
         are detached, compared, read into Python, or used under `no_grad`."""
-        self.draws: dict[int, list[Draw]] = {}
-        """Step -> its draws."""
+        self.draws: dict[int, tuple[str, str | None]] = {}
+        """Step that draws random numbers -> by which operator, and whose code that is."""
         self.operators: dict[str, Any] = {}
         """Those of the user's own, by name."""
         self.dtypes = set[torch.dtype]()
@@ -96,9 +80,9 @@ class PrefixTrace(TorchDispatchMode):
         finally:
             self._step = before
 
-    def describe_draws(self) -> str:
+    def describe_draws(self, step: int) -> str:
         """Say which module's code draws, for an error message."""
-        func, module = next(iter(self._drawing.items()))
+        func, module = self.draws[step]
         return (
             f"the code of {module or 'the model'!r} draws random numbers ({func}) before the "
             "boundary; keep that module in inference mode, or set its dropout or noise to zero"
@@ -148,9 +132,7 @@ class PrefixTrace(TorchDispatchMode):
         before = _generators()
         result = func(*args, **kwargs)
         if any(not torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
-            draw = Draw(func, *tree_map_only(Tensor, _shape_of, (args, kwargs)))
-            self.draws.setdefault(self._step, []).append(draw)
-            self._drawing.setdefault(str(func), innermost_module(self._names))
+            self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         return result
 
 
@@ -223,12 +205,3 @@ def _generators() -> list[Tensor]:
 
 def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    """Return zeros of this shape, which take no memory."""
-    return tensor.new_zeros(()).expand(tensor.shape)
-
-
-def _filled(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
