@@ -11,7 +11,7 @@ takes a batch apart into leaves with a row per sample, `padding.py` says how the
 """
 
 from egeria_cache.batch.absent import without_data
-from egeria_cache.batch.batch import Batch, Entry, PartEntry, SharedRows
+from egeria_cache.batch.batch import Batch, Entry, PartEntry
 from egeria_cache.batch.chain import Fold
 from egeria_cache.batch.padding import Axis, Lengths, Padding
 from egeria_cache.batch.seeds import SampleId, sample_seed
@@ -45,7 +45,6 @@ __all__ = [
     "PartEntry",
     "Rows",
     "SampleId",
-    "SharedRows",
     "Structure",
     "at_rows",
     "batch_tensors",

@@ -7,7 +7,7 @@ are rows of the whole one, which is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,7 +108,8 @@ class Batch:
         self._planned_entry = entry
         self._loaded: Mapping[str, Rows] | None = None
         self._parts: dict[bytes, Batch] = {}
-        self._shared: SharedRows | None = None
+        self._load_stored: Callable[[], dict[str, Tensor]] | None = None
+        """Reads the stored rows once, for all parts."""
 
     @property
     def entry(self) -> Entry | None:
@@ -136,8 +137,8 @@ class Batch:
         entry, absent = self._planned_entry, self.absent
         part: Entry | None = None
         if entry is not None and absent is not None and absent[rows].any():
-            self._shared = self._shared or SharedRows(entry)
-            part = PartEntry(self._shared, rows)
+            self._load_stored = self._load_stored or cache(entry.load)
+            part = PartEntry(entry, self._load_stored, rows)
         leaves: dict[str, Rows] = {}
         for path, values in self.leaves.items():
             if is_rows(values, self.size):
@@ -187,53 +188,42 @@ class Batch:
         return take_rows(values, rows[loaded])
 
 
-class SharedRows:
-    """The stored rows of a batch, read once for all of its parts."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self._rows: dict[str, Tensor] | None = None
-
-    def load(self) -> dict[str, Tensor]:
-        """Return them; nobody may write to them.
-
-        Raises:
-            LookupError: They can no longer be had.
-        """
-        if not self.entry.alive:
-            raise LookupError("the generation was voided")
-        if self._rows is None:
-            self._rows = self.entry.load()
-        return self._rows
-
-
 class PartEntry:
-    """Implements `Entry` for some rows of a batch."""
+    """Implements `Entry` for some rows of a batch.
 
-    def __init__(self, shared: SharedRows, rows: np.ndarray) -> None:
-        hit = shared.entry.hit
-        self._shared = shared
-        self.hit = hit[rows]
-        self._at = torch.from_numpy((np.cumsum(hit) - 1)[rows[self.hit]])
+    Args:
+        entry: Of the whole batch.
+        load: Returns its rows; nobody may write to them.
+        rows: Positions in it.
+    """
 
-    @property
-    def cut(self) -> Any:
-        """The cut of the whole batch."""
-        return self._shared.entry.cut
+    def __init__(
+        self, entry: Entry, load: Callable[[], dict[str, Tensor]], rows: np.ndarray
+    ) -> None:
+        self._entry, self._load = entry, load
+        self.cut = entry.cut
+        self.hit = entry.hit[rows]
+        self._at = torch.from_numpy((np.cumsum(entry.hit) - 1)[rows[self.hit]])
 
     @property
     def alive(self) -> bool:
         """Whether the activations may still be used."""
-        return self._shared.entry.alive
+        return self._entry.alive
 
     @property
     def was_used(self) -> bool:
         """Whether rows of the whole batch were asked for."""
-        return self._shared.entry.was_used
+        return self._entry.was_used
 
     def load(self) -> dict[str, Tensor]:
-        """Return the rows of this part's hits, a copy."""
-        whole = self._shared.load()
+        """Return the rows of this part's hits, a copy.
+
+        Raises:
+            LookupError: They can no longer be had.
+        """
+        if not self.alive:
+            raise LookupError("the generation was voided")
+        whole = self._load()
         return {name: rows[uploaded(self._at, rows.device)] for name, rows in whole.items()}
 
 

@@ -54,8 +54,8 @@ def selected_rows(
         return None
     found = func(torch.arange(leaf.shape[0]), *args, **kwargs)
     if isinstance(found, Tensor):
-        return Selection([(found.numpy(), partial(_call, func, args, kwargs))], False)
-    parts = [(rows.numpy(), partial(_nth, i, func, args, kwargs)) for i, rows in enumerate(found)]
+        return Selection([(found.numpy(), partial(_call, func, args, kwargs, None))], False)
+    parts = [(rows.numpy(), partial(_call, func, args, kwargs, i)) for i, rows in enumerate(found)]
     return Selection(parts, True)
 
 
@@ -90,19 +90,15 @@ def _take(at: Any, tensor: Tensor) -> Tensor:
 
 
 def _call(
-    func: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
-) -> Tensor:
-    return func(tensor, *args, **kwargs)
-
-
-def _nth(
-    i: int,
-    func: Callable[..., Sequence[Tensor]],
+    func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    nth: int | None,
     tensor: Tensor,
 ) -> Tensor:
-    return func(tensor, *args, **kwargs)[i]
+    found = func(tensor, *args, **kwargs)
+    result: Tensor = found if nth is None else found[nth]
+    return result
 
 
 def _is_along_rows(

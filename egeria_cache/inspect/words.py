@@ -51,14 +51,5 @@ def plain(text: object) -> str:
 
 def print_json(content: Any) -> None:
     """Write JSON to the standard output; a number that JSON has no word for is null."""
-    print(json.dumps(_finite(content), indent=2, allow_nan=False))
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, Mapping):
-        return {str(name): _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    if isinstance(content, float) and not math.isfinite(content):
-        return None
-    return content
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=2))

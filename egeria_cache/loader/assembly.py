@@ -20,7 +20,6 @@ from egeria_cache.batch import (
     Lengths,
     PartEntry,
     Rows,
-    SharedRows,
     Structure,
     flatten,
     forget_lost,
@@ -378,7 +377,7 @@ class Assembly:
             task, stores = task.at(found.order), stores and not is_read
             load_rows = partial(load_own, source, task, lengths, tuple(leaves))
             if entry is not None and found.order != list(range(size)):
-                entering = PartEntry(SharedRows(entry), np.array(found.order))
+                entering = PartEntry(entry, entry.load, np.array(found.order))
         return Batch(
             ids=task.ids,
             draws=task.draws,

@@ -358,7 +358,7 @@ class ResumableLoader(DataLoader[T_co]):
             any_order=self.num_workers > 0 and not self.in_order,
             may_be_empty=loaded and last.finished,
         )  # fmt: skip
-        return _copy_of(self._base_generator)
+        return self._base_generator.clone_state()
 
     @property
     def _keeps_workers(self) -> bool:
@@ -392,7 +392,7 @@ class ResumableLoader(DataLoader[T_co]):
                 "data set and the sampler that it was taken with, or begin an epoch",
                 last.num_drawn, num_drawn,
             )  # fmt: skip
-        base = _copy_of(self._base_generator)
+        base = self._base_generator.clone_state()
         if last.drew_base_seed:
             draw_base_seed(self.generator)
         whole, known = self._index_sampler, last.sampler is not None and self._stateful is not None
@@ -506,9 +506,3 @@ class ResumableLoader(DataLoader[T_co]):
 def draw_base_seed(generator: torch.Generator | None) -> None:
     """Consume what DataLoader consumes when it starts a pass."""
     torch.empty((), dtype=torch.int64).random_(generator=generator)
-
-
-def _copy_of(generator: torch.Generator) -> torch.Generator:
-    copy = torch.Generator()
-    copy.set_state(generator.get_state())
-    return copy

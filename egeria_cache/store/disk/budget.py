@@ -34,18 +34,13 @@ LOCK_WAIT_S = 10.0
 
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
-    total, left = 0, [os.fspath(directory)]
-    while left:
-        total += PAGE_BYTES
-        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
-                    if entry.is_dir(follow_symlinks=False):
-                        left.append(entry.path)
-                    else:
-                        size = entry.stat(follow_symlinks=False).st_size
-                        total += -(-size // PAGE_BYTES) * PAGE_BYTES
-    return total
+    pages = 0
+    for folder, _, names in os.walk(directory):
+        pages += 1
+        for name in names:
+            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
+                pages += -(-os.lstat(os.path.join(folder, name)).st_size // PAGE_BYTES)
+    return pages * PAGE_BYTES
 
 
 def generation_directories(directory: Path, *, damaged: bool = False) -> list[Path]:
