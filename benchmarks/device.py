@@ -191,7 +191,7 @@ def trained(case: Case, device: torch.device, gate: Any, num: int, epochs: int, 
         )  # fmt: skip
         for _ in range(epochs):
             losses = []
-            synchronize(device)
+            synchronize()
             started = time.perf_counter()
             for x, y in loader:
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -203,7 +203,7 @@ def trained(case: Case, device: torch.device, gate: Any, num: int, epochs: int, 
                 losses.append(loss.detach())
                 if flush:
                     cache.flush()
-            synchronize(device)
+            synchronize()
             seconds = (time.perf_counter() - started) / max(len(losses), 1)
             cache.flush()
             yield Epoch(seconds, torch.stack(losses).float().cpu(), cache.stats())
@@ -290,11 +290,11 @@ def oracle(case: Case, device: torch.device, num_steps: int, around: Around) -> 
 
     times = []
     for _ in range(3):
-        synchronize(device)
+        synchronize()
         started = time.perf_counter()
         for _ in range(num_steps):
             step()
-        synchronize(device)
+        synchronize()
         times.append((time.perf_counter() - started) / num_steps)
     return statistics.median(times)
 
@@ -378,11 +378,11 @@ def bandwidth(device: torch.device, num_bytes: int) -> float:
     """Return bytes per second of copies from page-locked memory."""
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins(device))
     there = source.to(device, copy=True)
-    synchronize(device)
+    synchronize()
     started = time.perf_counter()
     for _ in range(8):
         there.copy_(source, non_blocking=True)
-    synchronize(device)
+    synchronize()
     return 8 * num_bytes / (time.perf_counter() - started)
 
 
@@ -399,13 +399,13 @@ def captured(device: torch.device) -> bool | None:
     ring, draws = Ring(rows, 8, 10, device), np.zeros(4, np.int64)
     ring.insert(0, np.arange(4), draws, rows, {})
     index, graph = torch.tensor([3, 1, 0, 9], device=device), getattr(module, kinds[0])()
-    synchronize(device)
+    synchronize()
     ring.rows(index)
     with module.graph(graph):
         out = ring.rows(index)["a"]
     index.copy_(torch.tensor([0, 2, 9, 1], device=device))
     graph.replay()
-    synchronize(device)
+    synchronize()
     there = out.cpu()
     return torch.equal(there[[0, 1, 3]], rows["a"][[0, 2, 1]].cpu()) and bool(
         there[2].isnan().all()

@@ -86,24 +86,8 @@ class Boundary:
     """Moves the boundary of one engine: by the user, by a freeze controller, by the gate."""
 
     def __init__(self, engine: SkipEngine, status: Status) -> None:
-        self._engine = engine
+        self.engine = engine
         self._status = status
-        self.look_out = engine.look_out
-        """Is to be called when a batch is given out."""
-        self.stand_in = engine.stand_in
-        """Is to be called when a pass begins."""
-        self.is_beside = engine.is_beside
-        """Whether the calling thread is another one than that which trains."""
-
-    @property
-    def frozen(self) -> str | None:
-        """The last frozen module, as the model names it."""
-        return self._engine.frozen
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the model was called under this boundary."""
-        return self._engine.has_run
 
     def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         """Freeze up to and including this module; None unfreezes all.
@@ -111,14 +95,14 @@ class Boundary:
         Raises:
             BoundaryError: No module has this name, or one of its parameters is trainable.
         """
-        self._engine.follow(None)
+        self.engine.follow(None)
         self._status.is_sought = False
         self._move(name, by_hand=by_hand, reason=reason)
 
     def follow(self) -> None:
         """Freeze up to the deepest module before which nothing trains, now and later."""
         self._status.is_sought = True
-        self._engine.follow(self._found)
+        self.engine.follow(self._found)
 
     def _found(self, name: str | None, why: str, frozen: str | None = None) -> None:
         status = self._status
@@ -150,31 +134,31 @@ class Boundary:
         status.policy.moved()
         if name is None:
             status.views.void(lambda view: True, unlink=not by_hand)
-        self._engine.set_boundary(name, frozen=frozen)
+        self.engine.set_boundary(name, frozen=frozen)
         self._void_unknown()
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
 
     def look_earlier(self, cut: Cut) -> None:
         """Cut before the last frozen module, if that is found to be better."""
         found = None
-        if cut.boundary == self.frozen:
+        if cut.boundary == self.engine.frozen:
             found = self._status.policy.look_earlier(cut.profile)
         if found is None:
             return
         where, why = found
         log.info("the model is %s", why)
-        self._engine.set_boundary(where, frozen=self.frozen)
+        self.engine.set_boundary(where, frozen=self.engine.frozen)
         self._status.num_moves += 1
         self._void_unknown()
 
     def _void_unknown(self) -> None:
         """Void the views of cuts that lie beyond the boundary now."""
-        self._status.views.void(lambda view: not self._engine.knows(view.cut), unlink=False)
+        self._status.views.void(lambda view: not self.engine.knows(view.cut), unlink=False)
 
     def _checked(self, name: str) -> str:
         """Return the model's own name for the module, whose parameters must all be frozen."""
-        name = module_named(self._engine.model, name)
-        module = self._engine.model.get_submodule(name)
+        name = module_named(self.engine.model, name)
+        module = self.engine.model.get_submodule(name)
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 raise BoundaryError.trainable(name, f"{name}.{parameter_name}")

@@ -276,7 +276,7 @@ class ActivationCache:
         Raises:
             EgeriaError: Nothing is frozen, or inputs or features are no batch of tensors.
         """
-        name = self._moves.frozen
+        name = self._engine.frozen
         if name is None:
             raise EgeriaError("nothing is frozen: set a boundary, and call the model once")
         generators, model = RandomState.now(), self._engine.model

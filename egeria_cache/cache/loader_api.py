@@ -160,9 +160,9 @@ class LoaderApi:
         """Whether a loader without workers is passed in another thread than the training's: what
         that draws must not be seeded or put back meanwhile. If the model is called, say so.
         """
-        if source.side_worker is not None or not self._boundary.is_beside():
+        if source.side_worker is not None or not self._boundary.engine.is_beside():
             return False
-        if self._boundary.has_run:
+        if self._boundary.engine.has_run:
             self.leave_uncached(source.key, _BESIDE)
         return True
 
@@ -170,7 +170,7 @@ class LoaderApi:
         """A loader's pass begins."""
         if self._status.boundary is not None or self._status.is_sought:
             self._policy.begins(loader_name, epoch, num_batches)
-            self._boundary.stand_in()
+            self._boundary.engine.stand_in()
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""
@@ -196,7 +196,7 @@ class LoaderApi:
         else:
             if not self._policy.idle:  # else the model is called with batches that nobody follows
                 self.counters.yielded(batch)
-            self._boundary.look_out()
+            self._boundary.engine.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""

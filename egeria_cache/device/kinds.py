@@ -115,20 +115,15 @@ def initialised_module() -> ModuleType | None:
     return None if getattr(module, "_is_in_bad_fork", lambda: False)() else module
 
 
-def synchronize(device: torch.device | None = None) -> None:
-    """Wait until a device has done all it was given to do; None: the accelerator, if it is used."""
-    if device is None:
-        device = None if initialised_module() is None else accelerator()
-    if device is None or not runs_late(device):
+def synchronize() -> None:
+    """Wait until the accelerator, if it is used, has done all it was given to do."""
+    module = initialised_module()
+    if module is None:
         return
-    kind = accelerator()
-    if kind is not None and kind.type == device.type:
-        try:
-            torch.accelerator.synchronize(device)
-            return
-        except RuntimeError:  # it cannot be asked so
-            pass
-    getattr(module_of(device), "synchronize", lambda: None)()
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError:  # it cannot be asked so
+        getattr(module, "synchronize", lambda: None)()
 
 
 def device_name(device: torch.device) -> str | None:

@@ -53,4 +53,4 @@ def test_the_room_knows_what_the_device_has(device):
     assert len(devices.random_states()) == (0 if "module" in backend.WITHOUT else 2)
     assert devices.located(torch.device(device.type)) == device
     devices.synchronize()
-    devices.synchronize(device)
+    devices.synchronize()
