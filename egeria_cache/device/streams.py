@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,18 +17,10 @@ _THREAD_LOCAL = 1
 """As CUDA and HIP number the ways in which a thread may have to do with captures."""
 
 
-class Event(Protocol):
-    """A point in what a device was given to do; `torch.Event` is one."""
-
-    def synchronize(self) -> None:
-        """Make the host wait until the device has come so far."""
-
-    def query(self) -> bool:
-        """Whether it has."""
-
-
-class Point:
-    """An event that is recorded anew, for another point, once nobody asks for this one."""
+class Event:
+    """A point in what a device was given to do; PyTorch's event is recorded anew, for another one,
+    once nobody asks for this.
+    """
 
     __slots__ = ("_spare", "event")
 
@@ -76,7 +68,7 @@ class Streams:
             except IndexError:
                 event = torch.Event(self.device)
             event.record(stream)
-        return Point(event, self._spare)
+        return Event(event, self._spare)
 
     def order(self, point: Any, stream: Any) -> None:
         """What a stream is given from now on runs after `point`. The host does not wait."""
