@@ -91,7 +91,8 @@ class Slots:
             self._needed_by[slots] = batch
         missing = np.flatnonzero(slots == NOBODY)
         if len(missing):
-            missing = missing[_one_of_each(self._slot_of, samples[missing])]
+            _, first = np.unique(samples[missing], return_index=True)
+            missing = missing[np.sort(first)]
         return missing
 
     def place(self, batch: int, samples: Numbers, draws: Numbers) -> Placed | None:
@@ -139,15 +140,6 @@ class Slots:
             return None
         self._hand = int(free[-1]) if count else self._hand
         return free
-
-
-def _one_of_each(table: Slot, samples: Numbers) -> npt.NDArray[np.bool_]:
-    """Mark one position of each sample. The table serves as paper, and is as before."""
-    before, positions = table[samples], np.arange(len(samples), dtype=np.int32)
-    table[samples] = positions
-    is_one: npt.NDArray[np.bool_] = table[samples] == positions
-    table[samples] = before
-    return is_one
 
 
 MAX_RUNS = 8

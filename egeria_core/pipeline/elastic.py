@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_core.pipeline.engine import Engine, check_torch
-from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, ScheduleName
+from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import all_there
@@ -180,11 +180,6 @@ class ElasticPipeline:
             self._blocks[index].to(self.device)
 
     @property
-    def schedule(self) -> ScheduleName:
-        """Its name."""
-        return self.plan.schedule
-
-    @property
     def cache(self) -> ActivationCache | None:
         """For this rank's `EgeriaLoader`."""
         return self.front.cache
@@ -193,11 +188,6 @@ class ElasticPipeline:
     def has_front(self) -> bool:
         """Whether frozen blocks leave the pipeline."""
         return self.cache is not None or self.on_freeze != "stay"
-
-    @property
-    def num_frozen(self) -> int:
-        """Frozen blocks at the front."""
-        return self.plan.frozen
 
     @property
     def names(self) -> list[str]:

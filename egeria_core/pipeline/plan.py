@@ -5,6 +5,8 @@ A plan holds no tensor, group or process; every rank computes the same one from 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -193,27 +195,19 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
     if len(set(own)) == 1:
         ends = [start + len(own) * (i + 1) // parts for i in range(parts)]
         return tuple(zip([start, *ends[:-1]], ends, strict=True))
-    sums = [0.0]
-    for cost in own:
-        sums.append(sums[-1] + cost)
-    count = len(own)
-    # best[i]: the dearest run when the first i blocks are cut into as many runs as rounds so far.
-    best = [0.0] + [float("inf")] * count
-    cuts: list[list[int]] = []
-    for _ in range(parts):
-        choice, new = [0] * (count + 1), [float("inf")] * (count + 1)
-        for stop in range(1, count + 1):
-            for cut in range(stop):
-                dearest = max(best[cut], sums[stop] - sums[cut])
-                if dearest < new[stop]:
-                    new[stop], choice[stop] = dearest, cut
-        best = new
-        cuts.append(choice)
-    stop, runs = count, []
-    for choice in reversed(cuts):
-        runs.append((start + choice[stop], start + stop))
-        stop = choice[stop]
-    return tuple(reversed(runs))
+    sums = [*itertools.accumulate(own, initial=0.0)]
+
+    @functools.cache
+    def cut(stop: int, runs: int) -> tuple[float, tuple[int, ...]]:
+        """Return the dearest of so many runs of the first blocks, and where they begin and end."""
+        if runs == 1:
+            return sums[stop], (0, stop)
+        ways = range(runs - 1, stop)
+        dearest, at = min((max(cut(at, runs - 1)[0], sums[stop] - sums[at]), at) for at in ways)
+        return dearest, (*cut(at, runs - 1)[1], stop)
+
+    ends = [start + end for end in cut(len(own), parts)[1]]
+    return tuple(itertools.pairwise(ends))
 
 
 def _homes(stages: Sequence[tuple[int, int]], lane: Sequence[int]) -> tuple[int, ...]:
