@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch.chain import (
@@ -96,7 +97,7 @@ def operation(
     ways = tuple([leaf.way for leaf in leaves])
     known = _TRIED.setdefault((func, ways, first.num_rows, size, precision), {})
     if key not in known:
-        values = _flat((tuple(args), tuple(kwargs.values())))
+        values = tree_leaves((args, kwargs))
         most = _MOST_FLOATS if any(type(one) is float for one in values) else _MOST_TRIALS
         if len(known) >= most:
             return None
@@ -117,7 +118,7 @@ def _own(value: Any) -> Any:
 def _try(op: Op, leaves: Sequence[Leaf], size: int) -> Found | None:
     num_rows, tried = leaves[0].num_rows, []
     candidates = [op]
-    if any(type(value) is int and value == num_rows for value in _flat(op.args)):
+    if any(type(value) is int and value == num_rows for value in tree_leaves(op.args)):
         candidates.append(replace(op, args=_with_rows(op.args, num_rows), key=f"{op.key} of B"))
     for candidate in candidates:
         with _unseen() as has_drawn, Attempt():
@@ -202,7 +203,7 @@ class _Trial:
 
     def _run(self, rows: Sequence[int], scale: float) -> list[Tensor] | None:
         given = self._given(rows, scale)
-        arguments = _flat((self._op.args, tuple(self._op.kwargs.values())))
+        arguments = tree_leaves((self._op.args, self._op.kwargs))
         fixed = [*given[1:], *(value for value in arguments if isinstance(value, Tensor))]
         before = [_state(tensor) for tensor in (given[0], *fixed)]
         result = self._op.call(given)
@@ -319,14 +320,6 @@ def _state(tensor: Tensor) -> tuple[Any, ...]:
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
 
 
 @lru_cache(maxsize=1024)

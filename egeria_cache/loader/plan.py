@@ -255,8 +255,6 @@ class Planner:
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
         self._prefetcher.release_before(number)
-        if self._planned and self._planned[0].task.number == number:
-            return self._planned.popleft()
         for plan in self._planned:
             if plan.task.number == number:
                 self._planned.remove(plan)

@@ -172,8 +172,9 @@ def _of_leaf(whole: Tensor, rows: Sequence[Tensor]) -> tuple[Dims, Any] | None:
         if value is None:
             continue
         again = blank(whole, dims, own, value)
-        if _same(again, whole) and all(
-            _same(_row(part, dims, row.shape), row) for part, row in zip(whole, rows, strict=True)
+        if same_values(again, whole) and all(
+            same_values(_row(part, dims, row.shape), row)
+            for part, row in zip(whole, rows, strict=True)
         ):
             return dims, value
     return None
@@ -193,9 +194,3 @@ def _row(part: Tensor, dims: Dims, shape: Sequence[int]) -> Tensor:
         start = part.shape[dim] - shape[dim] if left else 0
         part = part.narrow(dim, start, shape[dim])
     return part
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (
-        a.shape == b.shape and a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())
-    )

@@ -10,6 +10,7 @@ import errno
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -53,13 +54,12 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.numbers = dict.fromkeys(("hits", "misses", "writes", "dropped_writes", "corrupt"), 0)
+        self.numbers = Counter(hits=0, misses=0, writes=0, dropped_writes=0, corrupt=0)
 
     def add(self, **changes: int) -> None:
         """Count some more."""
         with self._lock:
-            for name, change in changes.items():
-                self.numbers[name] += change
+            self.numbers.update(changes)
 
 
 class Located(NamedTuple):

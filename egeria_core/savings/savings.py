@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from egeria_core.learning_rate import MeanRate
@@ -52,11 +53,8 @@ def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[flo
         sizes: Parameters of each layer.
     """
     if parts is None:
-        parts = [sum(sizes[: k + 1]) / max(1, sum(sizes)) for k in range(len(sizes))]
-    found = [0.0]
-    for part in parts[:-1]:
-        found.append(max(found[-1], BACKWARD_SHARE * part))
-    return found
+        parts = [size / max(1, sum(sizes)) for size in accumulate(sizes)]
+    return [*accumulate((BACKWARD_SHARE * part for part in parts[:-1]), max, initial=0.0)]
 
 
 class Savings(Remembered):
