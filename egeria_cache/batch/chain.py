@@ -237,11 +237,6 @@ def derived(
     return rows
 
 
-def leaves_of(chain: Sequence[Op]) -> list[str]:
-    """Return the further leaves that operations bring in."""
-    return [name for op in chain for name, _ in op.raws]
-
-
 _PLAIN = (
     bool, int, float, complex, str, slice, type(None), type(...), np.number, torch.dtype,
     torch.memory_format, _Rows,

@@ -28,7 +28,6 @@ from egeria_cache.batch.chain import (
     Op,
     Raw,
     Slot,
-    leaves_of,
     name_of,
 )
 from egeria_cache.batch.selection import selected_rows
@@ -67,7 +66,7 @@ class BatchTensor(Tensor):
     @property
     def leaves(self) -> set[str]:
         """The leaves of the batch that it is made of."""
-        return {self.leaf, *leaves_of(self.chain)}
+        return {self.leaf, *(name for op in self.chain for name, _ in op.raws)}
 
     @property
     def fold(self) -> Fold:
