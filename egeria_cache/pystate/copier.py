@@ -460,6 +460,8 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     types.GeneratorType: Copier._outside,
     types.MappingProxyType: lambda _, value: value,
     random.Random: Copier._generator,
+    type(threading.Lock()): lambda of, it: of._keep(it, it if it.locked() else threading.Lock()),
+    type(threading.RLock()): lambda of, it: of._keep(it, it if it._is_owned() else type(it)()),
     weakref.ref: Copier._weak,
     weakref.WeakKeyDictionary: Copier._weak_container,
     weakref.WeakValueDictionary: Copier._weak_container,

@@ -48,7 +48,7 @@ _CLASSES = (
 )  # fmt: skip
 _ROOTS = frozenset(
     {
-        "_thread", "accelerate", "asyncio", "concurrent", "datetime", "decimal", "deepspeed",
+        "_thread", "accelerate", "concurrent", "datetime", "decimal", "deepspeed",
         "egeria_bench", "egeria_cache", "egeria_core", "fractions", "h5py", "lightning",
         "lightning_fabric", "lmdb", "logging", "mlflow", "mmap", "multiprocessing", "pathlib",
         "pytorch_lightning", "ray", "re", "select", "socket", "sqlite3", "subprocess", "tempfile",
@@ -56,8 +56,9 @@ _ROOTS = frozenset(
     }
 )  # fmt: skip
 _PACKAGES = (
-    "torch._C", "torch._dynamo", "torch.distributed", "torch.optim", "torch.utils.data",
-    "torch.utils.tensorboard", *FOREIGN_PACKAGES,
+    "asyncio.base_", "asyncio.events", "asyncio.futures", "asyncio.tasks", "asyncio.unix_",
+    "asyncio.windows_", "torch._C", "torch._dynamo", "torch.distributed", "torch.optim",
+    "torch.utils.data", "torch.utils.tensorboard", *FOREIGN_PACKAGES,
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, torch.Tensor, np.ndarray)
 MEMORY = (array.array, bytearray, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
@@ -67,6 +68,7 @@ _OUTSIDE = frozenset(
     for name in ("sharedctypes", "queues", "connection", "managers", "shared_memory")
 ) | {
     "sqlite3", "socket", "_queue", "_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha3", "zlib",
+    "_sre", "numpy.random.bit_generator",
 }  # fmt: skip
 """Python modules whose objects lead out of the process, are shared with others, or keep in C what
 they were given.
@@ -198,7 +200,7 @@ def leads_out(value: Any) -> bool:
     if isinstance(value, logging.Handler) or not isinstance(value, (*_CLASSES, *_CONTAINERS)):
         if own is None and not slot_names(type(value)):
             held = gc.get_referents(value)
-        elif own and is_foreign(value):
+        elif own and is_foreign(value) and not is_opaque(type(value)):
             held = list(own.values())
     held = [one.__self__ if isinstance(one, BuiltinMethodType) else one for one in held]
     return is_outside(value) or any(map(_is_far, held))

@@ -333,9 +333,9 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     """Nothing outside of the model may move with each run of the prefix, if it is no count."""
     outside, copied = traced.before.outside, traced.copies.fresh()
     few, counted = [0, traced.size - 1], {id(one.where) for one in traced.counted}
-    recompute(traced, few, copied=copied)
+    first = recompute(traced, few, copied=copied)
     once, really, context = outside.now(copied.copy_of), outside.now(), dict(copied.context)
-    recompute(traced, few, copied=copied, goes_on=True)
+    again = recompute(traced, few, copied=copied, goes_on=True)
     moved = [
         f"the context variable {variable.name!r}"
         for variable, value in copied.context.items()
@@ -353,6 +353,8 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     ]
     for name in moved:
         raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
+    if not same_parts(plan, first, again):
+        raise BoundaryError.impure(plan.boundary, "the first call has left what decides the next")
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:

@@ -8,8 +8,9 @@ The model's own state is not among it: a dry run runs on a copy (`prove/model_co
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +27,7 @@ from egeria_cache.pystate import (
     Snapshot,
     entries,
     found_in,
+    is_library,
     is_put_back,
 )
 from egeria_cache.skip.state.watch import watched_attributes
@@ -40,11 +42,15 @@ class World:
 
     generators: RandomState
     outside: Snapshot
+    modules: frozenset[str] = field(default_factory=lambda: frozenset(sys.modules))
 
     def restore(self, *, for_a_copy: bool = False) -> None:
         """Make it the present one; iterators can only be as they were for a copy of the model."""
+        path = [*sys.path]
         self.outside.put_back(copies=for_a_copy)
         self.generators.restore()
+        if not all(map(is_library, sys.modules.keys() - self.modules)):
+            sys.path[:] = path  # a module that was imported may have added to it, once
 
 
 class Surroundings:
@@ -82,7 +88,7 @@ class Surroundings:
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        roots = [os.environ, *self._shared, *self._roots()]
+        roots = [os.environ, sys.path, *self._shared, *self._roots()]
         return World(RandomState.now(), self._snapshot(roots, MODELS))
 
     def but_modules(self) -> Snapshot:
