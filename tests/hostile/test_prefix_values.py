@@ -643,10 +643,7 @@ def made_at_once(model):
     return model.count
 
 
-def flagged(at):
-    return at.setdefault("is_set", len(at) > 0) or at.update(is_set=True) or 0
-
-
+FLAG = {"a flag": (dict, lambda at: len(at) or at.update(is_set=True) or 0)}
 KINDS = ("a list", "a table", "an object", "a list that grows", "a set", "a tensor in an object")
 OUTSIDE = (
     "an array of Python's", "ctypes", "bytes", "bytes that grow", "a set", "an iterator",
@@ -674,7 +671,7 @@ def test_whatever_the_model_counts_its_calls_in(run, make, tick, decides):
     trained(run, model=net(front=front, held=make()), epochs=12)
 
 
-@hostile(over={kind: COUNTERS[kind] for kind in OUTSIDE} | {"a flag": (dict, flagged)})
+@hostile(over={kind: COUNTERS[kind] for kind in OUTSIDE} | FLAG)
 def test_a_front_that_counts_outside_of_the_model_in_turns(run, make, tick):
     at = make()
     front = lambda m, x: m.middle(m.early(x) * (1 + tick(at) % 2))  # noqa: E731
