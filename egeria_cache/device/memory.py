@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,21 +23,17 @@ LEFT_ALONE = 64
 """So small a part of a device's memory is never taken: what PyTorch does not count lies there."""
 SMALL_SIZES = 2 * tuple(1 << n for n in range(13))
 """Verdicts, numbers of samples, labels; PyTorch rounds sizes up to powers of two."""
-_pins: dict[str, bool] = {}
 
 
 def pins(device: torch.device) -> bool:
     """Whether copies to and from a device can run beside the host, from page-locked memory."""
-    if not runs_late(device):
-        return False
-    if device.type not in _pins:
-        _pins[device.type] = _tried(device)
-    return _pins[device.type]
+    return runs_late(device) and _has_pinned(device.type)
 
 
-def _tried(device: torch.device) -> bool:
+@functools.cache
+def _has_pinned(name: str) -> bool:
     kind = accelerator()
-    if kind is None or kind.type != device.type:
+    if kind is None or kind.type != name:
         return False
     try:
         return bool(torch.empty(1, pin_memory=True).is_pinned())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+import functools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -104,24 +104,16 @@ def leave_captures_alone() -> None:
             getattr(ctypes.CDLL(library), call)(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
-_known: dict[torch.device, Streams | None] = {}
-_known_lock = threading.Lock()
-
-
 def streams_of(device: torch.device) -> Streams | None:
     """Return a device's streams; None where it has none and does everything in order."""
-    if not runs_late(device):
-        return None
-    with _known_lock:
-        if device not in _known:
-            _known[device] = _tried(Streams(device))
-        return _known[device]
+    return _tried(device) if runs_late(device) else None
 
 
-def _tried(streams: Streams) -> Streams | None:
+@functools.cache
+def _tried(device: torch.device) -> Streams | None:
     """Return the streams if all that is asked of them works: nothing but a trial tells."""
-    kind = accelerator()
-    if kind is None or kind.type != streams.device.type:
+    kind, streams = accelerator(), Streams(device)
+    if kind is None or kind.type != device.type:
         return None
     try:
         current, another = streams.current(), streams.another()

@@ -296,7 +296,7 @@ class ResumableLoader(DataLoader[T_co]):
             return progress.state_dict()
         now = replace(progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers)
         if progress.finished or progress.start is None:
-            now.sampler = self._sampler_state()
+            now.sampler = state_of(self._stateful)
         now.dataset = self._dataset_state(progress.finished)
         return now.state_dict()
 
@@ -354,7 +354,7 @@ class ResumableLoader(DataLoader[T_co]):
         ahead, since = enter(epoch, last)
         self._progress = Progress(
             epoch, ahead, since, start=rng.get(), drew_base_seed=draws_base_seed,
-            num_drawn=self._num_drawn(), sampler=self._sampler_state(),
+            num_drawn=self._num_drawn(), sampler=state_of(self._stateful),
             any_order=self.num_workers > 0 and not self.in_order,
             may_be_empty=loaded and last.finished,
         )  # fmt: skip
@@ -481,9 +481,6 @@ class ResumableLoader(DataLoader[T_co]):
         if is_stateful(iterator):
             return None if finished else {"iterator": state_of(iterator)}
         return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None
-
-    def _sampler_state(self) -> Any:
-        return state_of(self._stateful)
 
     @property
     def _stateful(self) -> Any:
