@@ -275,13 +275,8 @@ class Generation:
         return self._refuse(keys)
 
     def _refuse(self, keys: Sequence[bytes]) -> bool:
-        """Count what of a batch is not stored; True if there is nothing of it to be stored."""
-        num_new = len(keys)
-        with self._trouble():
-            num_new -= int(np.count_nonzero(self._files.locate(keys)["size"]))
-        if not num_new:
-            return self.alive
-        self.counts.add(dropped_writes=num_new)
+        """Count a batch that is not stored."""
+        self.counts.add(dropped_writes=len(keys))
         if not self._writer.alive and self.alive:
             self._warn(self._writer.why_dead or "the cache's writer thread is gone")
         return False
