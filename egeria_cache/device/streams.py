@@ -168,11 +168,6 @@ class Lane:
         self.held = Held()
         """What copies in this lane still use."""
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether what it is given runs beside the training step, and has to be waited for."""
-        return self._streams is not None
-
     @contextmanager
     def use(self) -> Iterator[None]:
         """Queue what this thread gives the device inside the block."""

@@ -97,11 +97,6 @@ class ProcessEvaluator:
         self._thread = threading.Thread(target=self._talk, name="egeria-evaluator", daemon=True)
         self._thread.start()
 
-    @property
-    def pid(self) -> int:
-        """Process id of the evaluator."""
-        return self._process.pid
-
     def _talk(self) -> None:
         while (asked := self._items.get()) is not None:
             item, answer = asked

@@ -103,7 +103,7 @@ def test_a_process_reads_what_inline_reads(process: ProcessEvaluator) -> None:
 
 def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEvaluator) -> None:
     assert process.submit(make_item([nn.Linear(8, 8)], 0, new=True))
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process._process.pid, signal.SIGKILL)
     errors: list[str] = []
 
     def poll() -> bool:
@@ -121,17 +121,17 @@ def test_a_killed_process_is_reported_once_and_never_blocks(process: ProcessEval
 
 
 def test_a_stopped_process_makes_drops_not_delays(process: ProcessEvaluator) -> None:
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process._process.pid, signal.SIGSTOP)
     modules: list[nn.Module] = [nn.Linear(8, 8)]
     accepted = [process.submit(make_item(modules, step)) for step in range(10)]
     assert accepted.count(True) <= 2
     assert not accepted[-1]
     process.close()  # and closing does not wait for it either
-    assert not psutil.pid_exists(process.pid)
+    assert not psutil.pid_exists(process._process.pid)
 
 
 def test_closing_ends_the_process_and_its_threads(process: ProcessEvaluator) -> None:
-    pid = process.pid
+    pid = process._process.pid
     process.close()
     process.close()
     assert not psutil.pid_exists(pid)

@@ -48,7 +48,7 @@ def test_the_room_knows_what_the_device_has(device):
     has_streams = "streams" not in backend.WITHOUT and "events" not in backend.WITHOUT
     assert devices.runs_late(device)
     assert devices.pins(device) == ("pinned" not in backend.WITHOUT)
-    assert devices.Lane(device).is_beside == has_streams
+    assert (devices.Lane(device).mark() is not None) == has_streams
     assert (devices.mark(device) is None) == (not has_streams)
     assert len(devices.random_states()) == (0 if "module" in backend.WITHOUT else 2)
     assert devices.located(torch.device(device.type)) == device
