@@ -226,7 +226,12 @@ class Placeholder(Tensor):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self._refuse("deepcopy()")
 
+    def __format__(self, spec: str) -> NoReturn:
+        self._refuse("format()")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self.scene.finished:
+            self._refuse("repr()")
         origin = ", ".join(sorted(source.name for source in self.sources))
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
 
