@@ -58,6 +58,8 @@ class StepTimer:
         """Of steps with hits; and what was proved beside in the others."""
         self._num_captured = 0.0
         """Samples."""
+        self._earlier_s = 0.0
+        """Saved before all was measured anew."""
 
     def step(self, kind: Kind, seconds: float, num_samples: float, *, proof_s: float = 0.0) -> None:
         """Note a whole step.
@@ -111,11 +113,17 @@ class StepTimer:
         7 % above the steps of a run without a cache (benchmarks.short). Where all samples were read
         by then, the first steps tell.
         """
+        credited_s, captured_s = self._credited
+        stored_s = (captured_s - credited_s) * self._num_captured
+        return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
+
+    @property
+    def _credited(self) -> tuple[float, float]:
+        """What a computed step is credited with, of a sample, and what one that was stored took."""
         known = {kind: self._recent[kind] for kind in _COMPUTED if kind in self._recent}
         quarter = {kind: sorted(times)[len(times) // 4] for kind, times in known.items()}
         credited_s = min(quarter.values(), default=min(self._warm, default=0.0))
-        stored_s = (quarter.get("captured", credited_s) - credited_s) * self._num_captured
-        return credited_s * self._num_samples - self._spent_s - stored_s
+        return credited_s, quarter.get("captured", credited_s)
 
     def measures_anew(self) -> bool:
         """Whether a verdict against serving is not followed yet, for all is measured anew, side by
@@ -124,8 +132,9 @@ class StepTimer:
         if self.num_served <= self._sure_until:
             return False
         self._sure_until, self._num_asked = self.num_served + _RECENT, _NUM_ASKED
+        self._earlier_s, self._warm = self.saved_s, [self._credited[0]] * _NUM_WARM
         self._recent.clear()
-        self._computed_s = 0.0
+        self._computed_s = self._num_samples = self._spent_s = self._num_captured = 0.0
         return True
 
     @property

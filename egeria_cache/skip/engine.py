@@ -334,10 +334,20 @@ class SkipEngine:
             self._is_aside = True
 
     def stand_in(self) -> None:
-        """Stand in for the model's forward again, if we have stepped aside."""
+        """Stand in for the model's forward again, if we have stepped aside, or if somebody has put
+        its own back who took it then.
+        """
         self._may_step_aside = True
-        if self._is_aside:
-            self.attach()
+        if self._attached is None:
+            return
+        top = self.model.__dict__.get(self._method)
+        if top is None or top is self._attached.before:
+            self._attached.attach()
+            self._is_aside = False
+        elif self._is_aside or top == MethodType(
+            getattr(type(self.model), self._method), self.model
+        ):
+            self.attach()  # on top of who has taken the place meanwhile
 
     def look_out(self) -> None:
         """A batch is given out that knows its samples, with which the model is called somehow."""
@@ -859,6 +869,7 @@ class SkipEngine:
         self._held.release()  # what an interrupted call left
         if self._attached is not None:
             self._attached.take_out()
+        self._attached = None
 
     def follow(self, found: Callable[..., None] | None) -> None:
         """Find the boundary by itself, from the next call on; None: no more.

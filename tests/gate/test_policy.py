@@ -86,7 +86,9 @@ def test_what_a_busy_machine_scatters_is_no_reason_to_stop():
 def test_what_makes_every_step_slower_is_measured_anew_before_serving_stops():
     timer = timer_of(1.0, 1.2, num_served=64)
     assert not timer.verdict[0]
+    saved_s = timer.saved_s
     assert timer.measures_anew()
+    assert timer.saved_s == saved_s
     assert [timer.wants_control() for _ in range(5)] == [True] * 4 + [False]
     for kind, seconds in [("computed", 2.4)] * 4 + [("served", 1.2)] * 16:
         timer.step(kind, 8 * seconds, 8)

@@ -89,16 +89,17 @@ def test_a_front_that_training_mode_does_not_change_is_left_to_itself_until_a_pa
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
         model[0].requires_grad_(False)
         with ActivationCache(model, tmp_path / str(boundary), boundary) as cache:
-            loader, steps = EgeriaLoader(data, 4, cache=cache), []
+            loader, steps, forward = EgeriaLoader(data, 4, cache=cache), [], model.forward
 
-            def thaw(step, model=model, boundary=boundary, steps=steps):
+            def change(step, model=model, steps=steps, forward=forward):
                 model[0].requires_grad_(step in (8, 9))
-                steps.append(boundary is None or "forward" not in model.__dict__)
+                steps.append(model.__dict__.get("forward"))
+                if step == 15:
+                    model.forward = lambda x: forward(x) / 2
 
-            losses[boundary] = train_steps(model, loader, sgd(model), 4, on_step=thaw)[0]
-            assert steps[1:6] == [True] * 5
-            iter(loader)
-            assert "forward" in model.__dict__
+            losses[boundary] = train_steps(model, loader, sgd(model), 4, on_step=change)[0]
+            assert set(steps[3:6]) == {forward if boundary is None else None}
+            assert steps[-1] is not None
     assert losses["0"] == losses["auto"] == losses[None]
 
 

@@ -23,8 +23,8 @@ PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
     "cache.engine_callbacks.EngineCallbacks": "audit_leaves audited captured cut_found note",
-    "cache.loader_api.Passes": "next_of",
-    "cache.loader_api.LoaderApi": "adopt begins count_yielded log_epoch note_step wants_control",
+    "cache.loader_api.LoaderApi": "adopt begins count_yielded log_epoch next_pass_of note_step "
+    "wants_control",
     "loader.assembly.Assembly": "_batch",
     "loader.assembly": "is_faithful",
     "loader.plan": "best_entry",

@@ -306,6 +306,9 @@ def derived():
 
 FORWARDS = {
     "another class": (Net, lambda m: setattr(m.early, "__class__", Negative)),
+    "another class of the model": (
+        Net, lambda m: setattr(m, "__class__", type("Relu", (Net,), {"front": relu_front})),
+    ),
     "function": (Net, doubled("early", lambda m, plain: lambda x: 2 * plain(x))),
     "taken back": (with_forward_of_its_own, lambda m: m.early.__dict__.pop("forward")),
     "at the class": (

@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -100,6 +100,8 @@ class AttachedForward(ForwardSlot):
     ) -> None:
         super().__init__(model, name)
         self._forward = forward
+        self._is_attached = False
+        """Whether calls are ours: who keeps this object beyond that finds the model's own."""
         self.on_traced = on_traced
         self._number = next(_NUMBERS)
         _ATTACHED[self._number] = self
@@ -119,7 +121,7 @@ class AttachedForward(ForwardSlot):
             _report(self._number)
             plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
             return self.__wrapped__(*plain(args), **plain(kwargs))
-        return self._forward(*args, **kwargs)
+        return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         # Compilers that read a function instead of calling it (export) see the plain one.
@@ -129,12 +131,23 @@ class AttachedForward(ForwardSlot):
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        return (self.before or self._own)(*args, **kwargs)
+        return (self.before or self.of_class)(*args, **kwargs)
+
+    @property
+    def of_class(self) -> Callable[..., Any]:
+        """The method of the model's class, which may be another one by now."""
+        return MethodType(getattr(type(self.module), self.name), self.module)
 
     def attach(self) -> Callable[..., Any]:
         """Take the place of the model's method, and return it."""
         self.module.__dict__[self.name] = self
+        self._is_attached = True
         return self.plain
+
+    def take_out(self) -> None:
+        """Put back what was there."""
+        self._is_attached = False
+        super().take_out()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is not None:

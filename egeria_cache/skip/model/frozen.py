@@ -21,12 +21,20 @@ from types import TracebackType
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from egeria_cache.skip.model.calls import AroundForward, around_of, hold_around
 
 _is_training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 _MAX_WAIT = 1024
+_ALIKE = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in ("linear", "conv", "container", "flatten", "pooling", "sparse", "normalization",
+                 "activation")
+)  # fmt: skip
+"""Whose modules do the same in training mode, but for those that `differs_in_training` knows."""
 Named = tuple[str, nn.Module | None, Tensor]
 """(qualified name, owner, tensor)"""
 log = logging.getLogger("egeria.modes")
@@ -132,7 +140,10 @@ class FrozenPrefix:
     def is_alike(self) -> bool:
         """Whether all that is held is known to do the same in training mode."""
         return not self._around and all(
-            type(module).__module__.startswith("torch.nn.") and not differs_in_training(module)
+            type(module).__module__ in _ALIKE
+            and not isinstance(module, nn.MultiheadAttention)
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and not differs_in_training(module)
             for module in self
         )
 
@@ -325,4 +336,7 @@ def differs_in_training(module: nn.Module) -> bool:
         return module.p > 0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
-    return False
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, nn.RReLU | _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in hooks
+    )

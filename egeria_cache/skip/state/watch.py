@@ -251,6 +251,10 @@ def _is_number(value: Any, is_loose: bool | None) -> bool:
     return type(value) in ((float, complex) if is_loose else (bool, int, float, complex))
 
 
+def _types(values: Iterable[Any]) -> list[type]:
+    return list(map(type, values))
+
+
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
     if array.dtype == object or array.nbytes <= _SMALL_BYTES:
         return lambda: (array.shape, array.tobytes())
@@ -313,6 +317,8 @@ class StateWatch:
         for kind, key in product({type(m) for _, m in self._modules}, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
         layout.looks.append(("a global hook", _global_hooks))
+        modules = [module for _, module, *_ in (*self._modules, *self._around)]
+        layout.looks.append(("the class of a module", partial(_types, modules)))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(_values(container)) for _, container in layout.live]
