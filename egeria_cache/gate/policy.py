@@ -79,15 +79,14 @@ class ServingPolicy:
         self._earlier: str | None = None
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
+        self._shared: dict[tuple[str, int], Schedule] = {}
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
         self.idle.clear()
-        for loader, known in self._schedules.items():  # what was measured was of the other one
-            self._schedules[loader] = Schedule(
-                known.num_batches, known.epoch, hits=known.hits, is_stored=self._is_stored
-            )
+        for known in self._schedules.values():  # what was measured was of the other one
+            known.forget()
         self._earlier, self.seeks_cut = None, self.mode == "auto"
 
     # ---- is it worth a proof? -----------------------------------------------------------------
@@ -97,9 +96,12 @@ class ServingPolicy:
         self._loaders.add(loader)
         if not self._may_postpone or num_batches is None:
             return
-        known = Schedule(num_batches, is_stored=self._is_stored)
-        schedule = self._schedules.setdefault(loader, known)
-        schedule.epoch = epoch
+        # Scripts make a loader anew for every epoch: one of its name and length was known before.
+        alike = loader.rpartition("#")[0], num_batches
+        shared = self._shared.setdefault(alike, Schedule(num_batches, is_stored=self._is_stored))
+        schedule = self._schedules.setdefault(loader, shared)
+        schedule.epoch = max(epoch, schedule.num_passes)
+        schedule.num_passes += 1
         if schedule.why_not() is None:
             self.idle.pop(loader, None)
 

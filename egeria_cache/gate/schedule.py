@@ -44,6 +44,14 @@ class Schedule:
     """Whether the samples are, as far as is known."""
     is_stored: bool = False
     """Whether an earlier run has left something: there may be hits in the present one, too."""
+    num_passes: int = 0
+    """Begun by loaders like it."""
+
+    def forget(self) -> None:
+        """What was measured does not hold any more."""
+        for times in (self.fronts, self.forwards, self.loads):
+            times.clear()
+        self.padded = False
 
     @property
     def wants_timing(self) -> bool:

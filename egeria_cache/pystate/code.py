@@ -168,7 +168,7 @@ class Code:
             if any(flags) or (trains and not flags) or isinstance(part, torch.jit.ScriptModule):
                 continue
             self.others[id(part)] = part
-            yield from _entered(part)
+            yield from _entered(part, {})
 
     def held(self, value: Any) -> dict[str, Any]:
         """Return what it reads of an object; all, if the object has code of its own for that."""
@@ -183,12 +183,16 @@ def reached(
     functions: Iterable[Any] = (),
     unread: Mapping[Any, Any] = types.MappingProxyType({}),
     until: Mapping[types.CodeType, int] = types.MappingProxyType({}),
+    forwards: Mapping[int, Any] = types.MappingProxyType({}),
 ) -> Code:
-    """Follow the forwards of these modules, and what else is run: hooks, what modules hold."""
+    """Follow the forwards of these modules, and what else is run: hooks, what modules hold.
+
+    `forwards` has, by id of a module, what its forward is where that is not what is found there.
+    """
     modules = list(modules)
     inside = frozenset(id(one) for module in modules for one in module.modules())
     code, seen = Code(unread=unread, until=until, inside=inside), dict[Any, type | None]()
-    pending = [entered for module in modules for entered in _entered(module)]
+    pending = [entered for module in modules for entered in _entered(module, forwards)]
     given, before = list(functions), None
     code.found = {(id(one), None): one for one in given}
     while before != (code.names, len(code.found), len(code.whole)):  # what is run depends on all
@@ -248,10 +252,11 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
             yield None if name != "" else id(function.__globals__)
 
 
-def _entered(module: nn.Module) -> Iterator[Entry]:
+def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
     """Yield the functions by which a module is entered."""
     for name in (*entries(module), "__getattr__"):
-        both = module.__dict__.get(name), getattr(type(module), name)
+        own = forwards.get(id(module)) if name == "forward" else None
+        both = own or module.__dict__.get(name), getattr(type(module), name)
         yield from ((found, type(module)) for one in both for found in _functions(one))
 
 

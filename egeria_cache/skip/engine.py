@@ -344,9 +344,7 @@ class SkipEngine:
         if top is None or top is self._attached.before:
             self._attached.attach()
             self._is_aside = False
-        elif self._is_aside or top == MethodType(
-            getattr(type(self.model), self._method), self.model
-        ):
+        elif self._is_aside or top == self._attached.of_class:
             self.attach()  # on top of who has taken the place meanwhile
 
     def look_out(self) -> None:
@@ -944,8 +942,12 @@ class SkipEngine:
     @uncollected()
     def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
         modules = [*plan.ancestors, *(module for _, module in plan.skipped_modules())]
-        functions = [*hooks_of(modules), *plan.stored()]
-        code = reached(modules, functions, plan.unread, plan.until)
+        # The model's own hooks, and what wraps its forward since, run around us: what they change,
+        # the call comes with.
+        inner = (module for module in modules if module is not self.model)
+        functions = [*hooks_of(inner), *plan.stored()]
+        beneath = {id(self.model): self._attached and self._attached.__wrapped__}
+        code = reached(modules, functions, plan.unread, plan.until, beneath)
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
         plan.guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)

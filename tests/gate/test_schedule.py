@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.gate import schedule
+from egeria_cache.gate import ServingPolicy, schedule
 from egeria_cache.gate.schedule import Schedule
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
 from tests.helpers.runs import cached
@@ -45,6 +45,16 @@ def test_only_what_is_not_drawn_anew_wins_a_proof_back():
     assert known.why_not() is None
     known.hits = 0.5
     assert known.why_not() is not None
+
+
+def test_loaders_that_are_made_anew_for_every_epoch_are_one_run():
+    policy = ServingPolicy("auto", 1.0)
+    policy.begins("train#0", 0, 8)
+    policy.timed("train#0", 0.020, 0.030)
+    assert policy.postpones("train#0", padded=False) is not None
+    for number in range(1, 13):
+        policy.begins(f"train#{number}", 0, 8)
+    assert policy.postpones("train#12", padded=False) is None
 
 
 def test_two_batches_are_timed_and_the_lesser_counts():
