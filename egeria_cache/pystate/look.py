@@ -99,7 +99,7 @@ class Portrait(Snapshot):
         places = Items("the environment", settings), Items("", roots)
         super().__init__(places=places, reach=_ALL)
         self.prints: dict[str, int] = {}
-        """Path -> 64-bit print."""
+        """Path -> print."""
         self.doubtful: set[str] = set()
         """Paths of objects that may decide nothing, with all that is below them."""
         self._is_thorough = thorough

@@ -72,8 +72,8 @@ def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:
     what = f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}"
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         parts = [tensor_print(part, limit) for part in _parts_of(tensor)]
-        return xxhash.xxh3_64_intdigest(f"{what}{parts}".encode())
-    tensor = tensor.detach().as_subclass(Tensor)
+        return xxhash.xxh3_128_intdigest(f"{what}{parts}".encode())
+    tensor = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     data = tensor if tensor.is_contiguous() else tensor.contiguous()
     flat = data.reshape(-1).view(torch.uint8)
     if flat.numel() > limit and not flat.is_cpu:
@@ -82,9 +82,11 @@ def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a sparse one consists of; none of what has no data."""
-    if tensor.is_meta or tensor.is_nested:
+    """Return the dense tensors that another one consists of; none of what has no data."""
+    if tensor.is_meta:
         return []
+    if tensor.is_nested:
+        return [*tensor.unbind()]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -108,7 +110,7 @@ def array_print(array: np.ndarray, limit: int = THOROUGH_BYTES) -> int:
 
 
 def _bytes_print(what: str, flat: np.ndarray, limit: int) -> int:
-    digest = xxhash.xxh3_64(what.encode())
+    digest = xxhash.xxh3_128(what.encode())
     if flat.nbytes <= max(limit, NUM_CHUNKS * CHUNK_BYTES):
         digest.update(flat.data)
     else:

@@ -31,7 +31,7 @@ from egeria_cache.skip.model.attach import (
     user_line,
 )
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, tell_modes
-from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise
+from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.dry_run import DryRun, Outcome
 from egeria_cache.skip.serve import replay
@@ -43,8 +43,7 @@ from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, wa
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
-from egeria_cache.skip.state.hooks import hook_of_training
-from egeria_cache.skip.state.watch import hooks_of
+from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
 from egeria_cache.threads import has_other_operations, uncollected
 
 log = logging.getLogger("egeria")
@@ -905,8 +904,8 @@ class SkipEngine:
 
     def _place(self, name: str | None, frozen: str | None) -> None:
         """Cut there, and hold what is frozen."""
-        if self._sharded is None and frozen is not None:
-            self._sharded = ShardedFront.of(self.model, self._front)
+        if self._sharded is None and frozen is not None and states_in(self.model):
+            self._sharded = ShardedFront(self.model, self._front)
         if self._sharded is not None:
             self._sharded.follow(frozen)
         before = self._plans.all()

@@ -265,11 +265,6 @@ class ShardedFront:
         self.why_not: str | None = None
         """Why the front cannot be gathered."""
 
-    @staticmethod
-    def of(model: nn.Module, ask: Callable[[Any, Any], Front]) -> ShardedFront | None:
-        """Return one for this model; None if nothing of it is sharded."""
-        return ShardedFront(model, ask) if states_in(model) else None
-
     @property
     def is_ready(self) -> bool:
         """Whether the front is whole on this rank, in the forward that runs."""

@@ -92,7 +92,6 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
     _check_trained(traced, plan, trace)
     plan.reads = _reads(traced, plan, trace)
-    _check_moved(traced, plan)
     plan.draws = any(part.drew for part in parts)
     _check_draws(plan, trace)
     note_reads(plan, seen, repeats.moving)
@@ -108,14 +107,6 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     rows = _check_replay(traced, prober, plan)
     plan.unread = _check_counted(traced, plan)
     return plan, rows
-
-
-def _check_moved(traced: TracedBatch, plan: ReplayPlan) -> None:
-    """A parameter that the forward writes to is the active part's alone."""
-    read = [p for _, module in plan.skipped_modules() for p in module.parameters(recurse=False)]
-    for tensor in (*read, *(named[2] for named in plan.reads)):
-        if id(tensor) in traced.moved:
-            raise BoundaryError.moves(plan.boundary, traced.moved[id(tensor)])
 
 
 def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
@@ -455,10 +446,13 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
                 plan.boundary,
                 f"the prefix writes to its input {traced.call.layout.paths()[position]}",
             )
-    written = {id(buffer) for buffer in plan.mutable}
-    skipped = {id(b) for _, module in plan.skipped_modules() for b in module._buffers.values()}
+    written = traced.moved.keys() | map(id, plan.mutable)
+    skipped = (module for _, module in plan.skipped_modules())
+    read = {id(t) for m in skipped for t in (*m._parameters.values(), *m._buffers.values())}
     for name, _, tensor in known_tensors(traced.model):
-        if id(tensor) in written & (skipped | {id(named[2]) for named in plan.reads}):
+        if id(tensor) in written & (read | {id(named[2]) for named in plan.reads}):
+            if isinstance(tensor, nn.Parameter):
+                raise BoundaryError.moves(plan.boundary, name)
             raise BoundaryError.impure(
                 plan.boundary, f"the prefix reads {name!r}, which the model writes to after it"
             )

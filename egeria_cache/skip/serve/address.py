@@ -18,7 +18,8 @@ from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.content import ContentHash
-from egeria_cache.skip.state.watch import hooks_of, watched_attributes
+from egeria_cache.skip.state.hooks import hooks_of
+from egeria_cache.skip.state.watch import watched_attributes
 
 _APART = "apart"
 

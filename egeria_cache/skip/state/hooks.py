@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch.nn.modules.module as registry
 from torch import nn
 
 from egeria_cache.pystate import is_library
+from egeria_cache.skip.model.fsdp import is_fsdps
 
-_SLOTS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
+    return [*global_hooks(), *chain.from_iterable(map(own_hooks, modules))]
+
+
+def own_hooks(module: nn.Module) -> list[Any]:
+    """Return the forward hooks of one module, but FSDP's."""
+    hooks = (hook for slot in HOOKS for hook in vars(module)[slot].values())
+    return [hook for hook in hooks if not is_fsdps(hook)]
+
+
+def global_hooks() -> list[Any]:
+    """Return those that PyTorch calls for every module, but its own, which look on."""
+    each = registry._global_forward_hooks, registry._global_forward_pre_hooks
+    hooks = (hook for hooks in each for hook in hooks.values())
+    return [hook for hook in hooks if not is_library(getattr(hook, "__module__", ""))]
 
 
 def has_user_hooks(module: nn.Module) -> bool:
     """Whether calls of this module fire hooks that are no library's own, nor ours."""
-    return any(_is_users(hook) for slot in _SLOTS for hook in getattr(module, slot).values())
+    return any(map(_is_users, own_hooks(module)))
 
 
 def has_user_hooks_inside(module: nn.Module) -> bool:
@@ -29,7 +51,7 @@ def hook_of_training(module: nn.Module) -> str | None:
     What it does in training alone (NEFTune's noise) would be off in a module held in inference
     mode. PyTorch's own hooks are meant for both modes.
     """
-    for hook in (hook for slot in _SLOTS for hook in getattr(module, slot).values()):
+    for hook in own_hooks(module):
         function = _bare(hook)
         if not isinstance(function, FunctionType | MethodType):
             function = vars(type(function)).get("__call__")

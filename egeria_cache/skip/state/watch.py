@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import marshal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product, zip_longest
 from operator import itemgetter
@@ -18,7 +18,6 @@ from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,7 +33,6 @@ from egeria_cache.pystate import (
     has_settings,
     in_class,
     is_beyond,
-    is_library,
     is_value,
     led_to,
     outside_state,
@@ -42,18 +40,14 @@ from egeria_cache.pystate import (
     own_slots,
 )
 from egeria_cache.skip.model.calls import ForwardSlot
-from egeria_cache.skip.model.fsdp import is_fsdps, marks
+from egeria_cache.skip.model.fsdp import marks
+from egeria_cache.skip.state.hooks import HOOKS, global_hooks, hooks_of, own_hooks
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
 _MAX_DEPTH = 4
 _SMALL_BYTES = 1 << 12
 """An array up to this size is compared whole with every batch; of a larger one 16 elements are."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-)
 _TABLES = dict, MappingProxyType
 _SLOTS = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
@@ -295,10 +289,10 @@ class StateWatch:
         for name, module in self._modules:
             layout.lay_out(name, module)
             layout.live += ((name, vars(module)[slot]) for slot in _SLOTS)
-            layout.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in _HOOKS)
+            layout.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in HOOKS)
             for key, value in watched_attributes(module).items():
                 layout.look_into(f"{name}.{key}", value)
-            for hook in _hooks(module):
+            for hook in own_hooks(module):
                 layout.look_into(f"a hook of {name}", getattr(hook, "__self__", hook))
         for name, module, keys in self._around:
             for key in sorted({*keys} - {"_modules"}):
@@ -306,7 +300,7 @@ class StateWatch:
                 layout.look_into(f"{name}.{key}" if name else key, vars(module).get(key))
             if "_modules" in keys:
                 where = f"the children of {name!r}" if name else "the children of the model"
-                layout.looks.append((where, self._children(module)))
+                layout.looks.append((where, partial(_children, module)))
         layout.add_code()
         for function in self._code.functions.values():
             if held := attributes_held(function):
@@ -316,7 +310,7 @@ class StateWatch:
                 layout.look_at_named(f"a default of {function.__qualname__}", value)
         for kind, key in product({type(m) for _, m in self._modules}, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
-        layout.looks.append(("a global hook", _global_hooks))
+        layout.looks.append(("a global hook", global_hooks))
         modules = [module for _, module, *_ in (*self._modules, *self._around)]
         layout.looks.append(("the class of a module", partial(_types, modules)))
         self._layout = layout
@@ -354,21 +348,6 @@ class StateWatch:
             for key, kind in _MOOT.items()
             if kind is nn.Module or (_is_a(kind, module) and key not in names)
         }
-
-    def _children(self, module: nn.Module) -> Callable[[], Any]:
-        """Return a look at the children that code goes through: all, or those up to the boundary of
-        what runs its children in their order.
-        """
-        ranks = {id(skipped): rank for rank, (_, skipped) in enumerate(self._modules)}
-        found, num = list[int](), None
-        for i, child in enumerate(module._modules.values(), 1):
-            inside = () if child is None else child.modules()
-            if here := [ranks[id(m)] for m in inside if id(m) in ranks]:
-                found, num = [*found, *here], i
-        is_called = in_class(type(module), "forward") is not None  # others are asked for lengths
-        if not is_called or found != sorted(found) or found[-1:] != [len(ranks) - 1]:
-            num = None
-        return lambda: tuple(module._modules.values())[:num]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -482,22 +461,6 @@ def _has_content(value: Any) -> bool:
     ) or bool(isinstance(getattr(value, "__dict__", None), dict) or own_slots(value))
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
-    return [*_global_hooks(), *chain.from_iterable(map(_hooks, modules))]
-
-
-def _global_hooks() -> list[Any]:
-    """Return those that PyTorch calls for every module, but its own, which look on."""
-    hooks = [hook for each in _GLOBAL_HOOKS for hook in each.values()]
-    return [hook for hook in hooks if not is_library(getattr(hook, "__module__", ""))]
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    for slot in _HOOKS:
-        yield from (hook for hook in vars(module)[slot].values() if not is_fsdps(hook))
-
-
 def _places(module: nn.Module, layout: _Layout) -> list[Any]:
     """Return where Python and PyTorch look up a name of a module, in order."""
     own = vars(module)
@@ -509,6 +472,10 @@ def _first(places: Sequence[Any], key: str) -> Any:
         if key in place:
             return place[key]
     return _NOTHING
+
+
+def _children(module: nn.Module) -> Any:
+    return tuple(module._modules.values())
 
 
 def _attribute(value: Any, key: str) -> Any:
