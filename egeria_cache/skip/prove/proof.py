@@ -81,7 +81,13 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     prober = Prober(traced, repeats.last, plan)
     prober.run()
     if not plan.slots():
-        raise BoundaryError.not_proved(plan.boundary, "nothing after it reads what it returns")
+        why = "nothing after it reads what it returns"
+        if plan.steps[-1].run:
+            why = (
+                "hooks of modules inside of it are called for every batch, so that it has to be "
+                "run; cut at a module inside of it (boundary='auto' does), or remove them"
+            )
+        raise BoundaryError.not_proved(plan.boundary, why)
     repeated = few[-1]
     other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
