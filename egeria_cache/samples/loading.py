@@ -99,8 +99,8 @@ class SampleLoader:
     """Loads a dataset's samples, each under its own stateless seed.
 
     Seeding takes longer than a cheap sample. So only the generators are seeded that a sample was
-    seen to draw from; the others are watched, sample by sample in the first batch, and batch by
-    batch from then on. When one has moved, what was loaded is dropped and loaded again, seeded: the
+    seen to draw from; the others are watched, the first sample alone and batch by batch from then
+    on. When one has moved, what was loaded is dropped and loaded again, seeded: the
     result does not depend on when drawing is noticed.
 
     The global generators are restored afterwards only in the main process: a worker's are its own.
@@ -162,8 +162,8 @@ class SampleLoader:
         elif self._is_first:
             self._is_first = False
             samples: list[Any] = []
-            for row in range(len(task.ids)):
-                found = self._load(task.at([row]), transforms)
+            for rows in ([0], range(1, len(task.ids))):
+                found = self._load(task.at(rows), transforms)
                 if not isinstance(found, list):
                     break
                 samples += found

@@ -30,7 +30,12 @@ from egeria_cache.skip.model.attach import (
     module_named,
     user_line,
 )
-from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, tell_modes
+from egeria_cache.skip.model.frozen import (
+    FrozenPrefix,
+    RequiresGradWatch,
+    are_alike,
+    tell_modes,
+)
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.dry_run import DryRun, Outcome
@@ -719,7 +724,8 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            self._dry_run(self.boundary, call).hold()
+            if not are_alike(self.model.modules()):
+                self._dry_run(self.boundary, call).hold()
             self.host.note("proof", time.perf_counter() - started, 0)
             self._is_held = True
             self._thaw.watch(self.model, self._held)

@@ -138,14 +138,8 @@ class FrozenPrefix:
 
     @property
     def is_alike(self) -> bool:
-        """Whether all that is held is known to do the same in training mode."""
-        return not self._around and all(
-            type(module).__module__ in _ALIKE
-            and not isinstance(module, nn.MultiheadAttention)
-            and not (module._forward_hooks or module._forward_pre_hooks)
-            and not differs_in_training(module)
-            for module in self
-        )
+        """Whether all that is held does the same in training mode, as far as is known."""
+        return not self._around and are_alike(self)
 
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
@@ -326,6 +320,17 @@ def tell_modes(model: nn.Module, held: FrozenPrefix) -> bool:
         len(changed), ", ".join(dict.fromkeys(changed.values())), tops,
     )  # fmt: skip
     return True
+
+
+def are_alike(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules are known to do the same in training mode."""
+    return all(
+        type(module).__module__ in _ALIKE
+        and not isinstance(module, nn.MultiheadAttention)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not differs_in_training(module)
+        for module in modules
+    )
 
 
 def differs_in_training(module: nn.Module) -> bool:
