@@ -138,6 +138,11 @@ def kernel() -> Kernel | None:
         return None
 
 
+def has_kernel() -> bool:
+    """Tell whether batches are read without the interpreter."""
+    return kernel() is not None
+
+
 # -- as in kernel.c ----------------------------------------------------------------------------
 
 _MOST_HEAD_BYTES = 4096

@@ -62,6 +62,7 @@ def test_a_library_of_another_version_is_left_aside(monkeypatch):
     monkeypatch.setattr(native, "SHAPE", [native.SHAPE[0] + 1, *native.SHAPE[1:]])
     kernel.cache_clear()
     assert kernel() is None
+    assert native.has_kernel() is False
 
 
 dtypes = st.sampled_from(
