@@ -155,12 +155,6 @@ MUTATIONS = {
         new="        return\n        skipped = {id(m) for step in plan.steps if not step.run",
         caught_by="tests/skip/test_independence.py tests/skip/test_adversarial.py",
     ),
-    "what a skipped layer draws is not drawn again": Mutation(
-        file="egeria_cache/skip/serve/replay.py",
-        old="            for draw in step.draws:\n                draw.again()\n",
-        new="",
-        caught_by="tests/skip/test_independence.py",
-    ),
     "all runs of a proof draw the same numbers": Mutation(
         file="egeria_cache/skip/prove/traced_batch.py",
         old="    RandomState.seed(traced.num_runs)\n",
