@@ -203,8 +203,7 @@ class Generation:
             bare tensor if that was put; an empty dict if nothing was found.
         """
         with without_modes():
-            located = self.locate(ids, variant=variant)
-            return self.get_located(located, pin_memory=pin_memory)
+            return self._read(encode_keys(ids, variant), None, pin_memory, False)
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
@@ -220,9 +219,14 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        num_hits, num_corrupt, num_samples = 0, 0, len(located.keys)
+        return self._read(*located, pin_memory, in_memory)
+
+    def _read(
+        self, keys: list[bytes], entries: Entries | None, pin_memory: bool, in_memory: bool
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        num_hits, num_corrupt, num_samples = 0, 0, len(keys)
         with self._trouble():
-            fetched = read(self._files, *located, pin_memory, in_memory)
+            fetched = read(self._files, keys, entries, pin_memory, in_memory)
             num_corrupt = fetched.num_corrupt
             num_hits = 0 if self._stopped else fetched.num_hits  # it became void meanwhile
         self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
