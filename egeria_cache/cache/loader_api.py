@@ -52,6 +52,8 @@ class LoaderApi:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
         self._directory = directory
+        self._clocks: dict[str, Clock] = {}
+        """Where random draws stand, by note: a note that cannot be written stops none of them."""
         self._status = status
         self._boundary = boundary
         self._host = host
@@ -114,15 +116,17 @@ class LoaderApi:
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed."""
         if source.is_random and self.views(source.key):
-            _note(self._directory, source, Clock(clock.tick + 1, clock.since))
+            self._clocks[_note_of(source)] = after = Clock(clock.tick + 1, clock.since)
+            _note(self._directory, source, after)
 
     def next_pass_of(self, source: LoaderSource) -> Clock | None:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
         they are not random.
         """
-        if not any(self._directory.glob(f"{NOTE}*")):  # a fingerprint takes time
-            return None
-        return next(_clocks(self._directory, _note_of(source)), (None, None))[0]
+        if not self._clocks and not any(self._directory.glob(f"{NOTE}*")):
+            return None  # a fingerprint takes time
+        name = _note_of(source)
+        return self._clocks.get(name) or next(_clocks(self._directory, name), (None, None))[0]
 
     def is_refused(self, loader_name: str) -> bool:
         """Whether nothing can be cached for this loader."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.cache import loader_api
 from egeria_cache.inspect.cli import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
@@ -183,6 +184,15 @@ def test_what_is_done_with_random_samples_is_said_once(tmp_path, caplog, setting
     assert all(word in line.getMessage() for word in words), line
     was_chosen = settings.get("reuse", 4) != 1 and bool(settings)
     assert line.levelno == (logging.INFO if was_chosen else logging.WARNING)
+
+
+def test_draws_go_on_where_no_note_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader_api, "write_json", lambda *_: (tmp_path / "no" / "folder").mkdir())
+    with cached(tmp_path) as (model, cache):
+        for _ in range(6):
+            loader = EgeriaLoader(Images(), 8, cache=cache, reuse=2)
+            train_steps(model, loader, sgd(model), on_step=lambda _: cache.flush())
+        assert cache.stats().fresh_samples > 2 * 48
 
 
 def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
