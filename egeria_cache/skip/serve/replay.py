@@ -20,7 +20,7 @@ from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Names, RandomState, Snapshot
+from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
@@ -343,9 +343,7 @@ def prefix(
     args, kwargs = inputs or call.rows(rows)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
-    outside = source.surroundings.but_modules()
-    outside.put_back(copies=True)
-    state = Snapshot((), [Names("", vars(module), (key,)) for module, key in source.moving])
+    state = source.surroundings.but_modules(source.moving)
     state.put_back(copies=True)
     try:
         with intercept(source.modules, capture):
@@ -354,7 +352,6 @@ def prefix(
         pass
     finally:
         state.put_back()
-        outside.put_back()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
     fresh = capture.rows()

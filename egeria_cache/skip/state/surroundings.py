@@ -89,11 +89,14 @@ class Surroundings:
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
         roots = [os.environ, sys.path, *self._shared, *self._roots()]
-        return World(RandomState.now(), self._snapshot(roots, MODELS))
+        return World(RandomState.now(), self._snapshot(roots, self._places, MODELS))
 
-    def but_modules(self) -> Snapshot:
-        """Remember what code of the model may touch outside of it, and what its hooks hold."""
-        return self._snapshot(self._roots(), self._outside)
+    def but_modules(self, moving: Iterable[tuple[nn.Module, str]]) -> Snapshot:
+        """Remember what code of the model may touch outside of it, what its hooks hold, and some
+        attributes of modules.
+        """
+        own = [Names("", vars(module), (key,)) for module, key in moving]
+        return self._snapshot(self._roots(), [*self._places, *own], self._outside)
 
     def _is_beyond(self, value: Any) -> bool:
         """Whether it is a module of the model, or what no forward of a frozen front writes to."""
@@ -104,5 +107,7 @@ class Surroundings:
         hooks = (hook for each in self._hooks for hook in each.values())
         return [*self._functions, *hooks, *self._of_modules]
 
-    def _snapshot(self, roots: Iterable[Any], reach: Reach) -> Snapshot:
-        return Snapshot((("", root) for root in roots), self._places, reach, self._own)
+    def _snapshot(
+        self, roots: Iterable[Any], places: Iterable[Names | OfClass], reach: Reach
+    ) -> Snapshot:
+        return Snapshot((("", root) for root in roots), places, reach, self._own)
