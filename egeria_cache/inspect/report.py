@@ -48,6 +48,7 @@ from egeria_cache.store import (
     last_use,
     read_json,
     remove_generations,
+    tree_problem,
 )
 from egeria_cache.store import pack as pack_generation
 from egeria_cache.store import unpack as unpack_generation
@@ -246,10 +247,10 @@ def verify(path: Path) -> Verified:
     try:
         if is_unfinished(path) or Manifest.read(path).format < FORMAT:
             return Verified(0, damage)
+        # What another process writes to, it has looked at, and is not at rest.
+        if not in_use_elsewhere(path) and (problem := tree_problem(path, believes_mark=False)):
+            return Verified(0, [Damage(path.name, "?", problem)])
         with inspected(path) as view:
-            # What another process writes to, it has looked at, and is not at rest.
-            if not in_use_elsewhere(path) and (problem := view.tree_problem()):
-                return Verified(0, [Damage(path.name, "?", problem)])
             coder = Coder()
             for key, record in view.records():
                 num_records += 1

@@ -19,7 +19,7 @@ from egeria_cache.store.disk.budget import (
     remove_generations,
 )
 from egeria_cache.store.disk.claims import SET_ASIDE, in_use_elsewhere
-from egeria_cache.store.disk.environment import GoneError
+from egeria_cache.store.disk.environment import GoneError, tree_problem
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import (
     FORMAT,
@@ -44,5 +44,5 @@ __all__ = [
     "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
     "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
     "generation_directories", "has_kernel", "in_use_elsewhere", "inspected", "is_unfinished",
-    "last_use", "pack", "read_json", "remove_generations", "unpack", "write_json",
+    "last_use", "pack", "read_json", "remove_generations", "tree_problem", "unpack", "write_json",
 ]  # fmt: skip

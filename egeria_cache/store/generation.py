@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import struct
 import threading
 import time
 from collections import Counter
@@ -304,7 +305,7 @@ class Generation:
             self._end(str(gone))
         except (OSError, MemoryError, StoreError) as error:
             self._pause(error)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, struct.error) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
             self.counts.add(writes=num_written, dropped_writes=num_rows - num_written)
@@ -456,7 +457,7 @@ class Generation:
             return
         self._write_again_at = time.monotonic() + RETRY_S
         full = isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
-        why = f"no space left on the disk ({error})" if full else str(error)
+        why = f"no space left on the disk ({error})" if full else str(error) or repr(error)
         self._warn(f"nothing is stored for now: {why}")
 
     def _end(self, reason: str) -> None:

@@ -27,7 +27,7 @@ from egeria_cache.config import PAGE_BYTES, parse_size
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
-from egeria_cache.store.disk.environment import walk_ahead
+from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
 from egeria_cache.store.disk.manifest import DamagedError, Manifest, canonical, generation_name
 from egeria_cache.store.disk.own import is_own_directory
@@ -176,8 +176,9 @@ class ActivationStore:
         if not self.writable:
             opened = self._open_files(directory, fields)
         else:
-            if not in_use_elsewhere(directory):
-                walk_ahead(directory)
+            if not in_use_elsewhere(directory):  # before the lock is held: it may take long
+                with contextlib.suppress(OSError, StoreError):  # it is asked for again
+                    tree_problem(directory)
             with self._budget.locked():
                 try:
                     opened = self._open_files(directory, fields)

@@ -1,3 +1,5 @@
+import os
+import signal
 import subprocess
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import torch
 import egeria_cache.store.disk.place as place_module
 from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
+from egeria_cache.store import inspected
 from egeria_cache.store import writer as writer_module
 from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.records.keys import NO_DRAW
@@ -136,6 +139,8 @@ def test_a_draw_that_supersedes_another_takes_its_place_on_disk(directory, width
             assert generation.num_samples == 48
             assert generation.totals.stored_bytes < 48 * (4 * width + 100)
             sizes.append(store.stats().bytes_on_disk)
+            if draw == 5:
+                die_reading(directory / generation.name)
     # And what the last two commits have freed, of eight samples each.
     assert sizes[-1] <= max(1.5 * 48 * 4 * width, 400_000)
     assert sizes[-1] == sizes[4]
@@ -158,6 +163,14 @@ def test_a_draw_supersedes_all_before_it_and_nothing_of_other_samples(store):
         }
         assert kept == {name[0]: [5, 6], name[1]: [0, 2, 5]}
         assert generation.get_batch(name, variant=5)[1].all()
+
+
+def die_reading(path):
+    """Start a process that is killed while it reads, and would never be done."""
+    if not (child := os.fork()):
+        with inspected(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def mounts(*pairs):

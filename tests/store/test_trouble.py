@@ -34,6 +34,7 @@ from egeria_cache.store.disk.manifest import (
 )
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
+from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -165,13 +166,14 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(tmp_path, codec, c
     assert num_missed > count / 25  # they did hit something
 
 
-def spoil_tree(path):
-    """Overwrite the heads of all pages of the tree, and none of the records."""
+def spoil_tree(path, holding=b"", at=12, word=b"\xff\xff"):
+    """Overwrite the heads of pages of the tree that hold something, and none of the records."""
     with (path / "data.mdb").open("r+b") as file:
         for page in range(2, os.fstat(file.fileno()).st_size // 4096):
-            head = os.pread(file.fileno(), 12, 4096 * page)
-            if int.from_bytes(head[:8], "little") == page and head[10] in (1, 2):
-                os.pwrite(file.fileno(), b"\xff\xff", 4096 * page + 12)
+            content = os.pread(file.fileno(), 4096, 4096 * page)
+            is_tree = int.from_bytes(content[:8], "little") == page and content[10] in (1, 2)
+            if is_tree and holding in content:
+                os.pwrite(file.fileno(), word, 4096 * page + at)
 
 
 def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy, caplog):
@@ -187,6 +189,23 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     assert not report.healthy
     assert [one.name for one in report.generations if one.damage] == [aside.name]
     assert report.bytes_on_disk >= directory_bytes(aside)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: spoil_tree(path, encode_keys([0])[0], 10, bytes(2)),
+     lambda path: os.truncate(path / "data.mdb", 65536)],
+    ids=["a page that is none", "cut short"],
+)  # fmt: skip
+def test_damage_that_the_files_time_does_not_tell_costs_one_start(copy, damage):
+    path = generation_directories(copy)[0]
+    before = (path / "data.mdb").stat().st_mtime_ns
+    damage(path)
+    os.utime(path / "data.mdb", ns=(before, before))
+    assert verify(path).damage
+    for _ in range(2):
+        use(copy)
+    assert use(copy) == [COUNT] * 4
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -290,6 +309,14 @@ def flip(name):
     return bits_of
 
 
+def nest(copy, patch):
+    folders = [copy / ("n/" * depth) for depth in range(1, 1300)]
+    for one in folders:
+        one.mkdir()
+    assert use(copy) == [COUNT] * 4
+    os.removedirs(folders[-1])
+
+
 def lose_description(copy, patch):
     (copy / "cache.json").unlink()
 
@@ -304,9 +331,9 @@ def fill_disk(copy, patch):
 @pytest.mark.parametrize(
     ("change", "limit"),
     [(flip("manifest.json"), "50MB"), (flip("cache.json"), "50MB"), (lose_description, "50MB"),
-     (fill_disk, "60MB"), (lambda *_: None, "500TB")],
+     (fill_disk, "60MB"), (lambda *_: None, "500TB"), (nest, "50MB")],
     ids=["bits of the manifest", "bits of the root", "the root is lost",
-         "a full disk and another limit", "any limit"],
+         "a full disk and another limit", "any limit", "folders within folders"],
 )  # fmt: skip
 def test_what_costs_nothing_that_is_stored(copy, monkeypatch, change, limit):
     change(copy, monkeypatch)

@@ -42,8 +42,6 @@ LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
 FEW_BLOCKS = 16
 """Of a disk: fewer are left once it was full."""
-CLOSED_NS = 123_456_789
-"""Of a second: what the time of a file that was closed whole ends in."""
 
 
 class GoneError(StoreError):
@@ -69,6 +67,8 @@ class Environment:
         self._directory, self._identity, self._process = directory, identity, os.getpid()
         self._num_users = 0
         """Who opened it, and transactions."""
+        self._is_sound = True
+        """As far as LMDB has seen."""
         self._counting = threading.Lock()
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
@@ -141,7 +141,7 @@ class Environment:
                 return  # it was opened again meanwhile
             del _opened[self._identity]
             self._env.close()
-            if self.writes:
+            if self.writes and self._is_sound:  # else the next one to open it walks over it
                 _mark_closed(self.descriptor)
             with contextlib.suppress(OSError):  # it is closed whatever close() says
                 os.close(self.descriptor)
@@ -166,9 +166,12 @@ class Environment:
                 raise GoneError("closed")
             self._num_users += 1
         try:
+            if writes:  # what the killed have read would never be used again
+                self._env.reader_check()
             with self._env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
                 yield transaction
         except lmdb.Error as error:
+            self._is_sound &= not isinstance(error, _DAMAGE)
             # To LMDB, a write that was cut short is an input/output error.
             is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
@@ -221,7 +224,7 @@ def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
     """
     found = os.fstat(descriptor)
     state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    is_known = state in _walked or found.st_mtime_ns % 10**9 == CLOSED_NS
+    is_known = state in _walked or found.st_mtime_ns % 10**9 == _mark_of(found.st_size)
     if not found.st_size or (believes_mark and is_known):
         return None
     try:
@@ -235,16 +238,25 @@ def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
     return str(problems[0]) if problems else None
 
 
-def walk_ahead(directory: Path) -> None:
-    """Walk over a tree for which that will be asked, before a lock is held: it takes some seconds
-    for a million samples. Unless it is found sound, that is asked for again.
+def tree_problem(directory: Path, *, believes_mark: bool = True) -> str | None:
+    """Return what is wrong with a generation's tree, if anything; nothing is handed to LMDB. A walk
+    takes some seconds for a million samples; one that was found sound is not walked over again.
+
+    Raises:
+        ForeignError: The file is not ours.
+        OSError: It cannot be read now.
     """
-    with contextlib.suppress(OSError, StoreError):
-        descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
-        try:
-            problem_of(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
+    try:
+        problem = problem_of(descriptor, believes_mark=believes_mark)
+        return problem and f"{DATA_NAME}: {problem}"
+    finally:
+        os.close(descriptor)
+
+
+def _mark_of(size: int) -> int:
+    """What the time of a file of this size that was closed whole ends in, nanoseconds."""
+    return (size * 2_654_435_761 + 123_456_789) % 10**9
 
 
 def _mark_closed(descriptor: int) -> None:
@@ -252,7 +264,7 @@ def _mark_closed(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)
         seconds_ns = found.st_mtime_ns // 10**9 * 10**9
-        os.utime(descriptor, ns=(found.st_atime_ns, seconds_ns + CLOSED_NS))
+        os.utime(descriptor, ns=(found.st_atime_ns, seconds_ns + _mark_of(found.st_size)))
 
 
 def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Environment:

@@ -23,7 +23,7 @@ import xxhash
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError, problem_of
+from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
 from egeria_cache.store.disk.own import open_own
 from egeria_cache.store.records.layout import Layout, RecordError
@@ -228,11 +228,6 @@ class View:
             whole = b"".join(one if len(one) == ENTRY.itemsize else _NO_ENTRY for one in values)
         return np.frombuffer(bytearray(whole), ENTRY)
 
-    def tree_problem(self) -> str | None:
-        """Walk over the whole tree; return what is wrong with it, if anything."""
-        problem = problem_of(self.descriptor, believes_mark=False)
-        return problem and f"{DATA_NAME}: {problem}"
-
     @property
     def layout(self) -> Layout | None:
         """What records hold; None where there are none, or where that is lost."""
@@ -392,6 +387,8 @@ PAGE_BYTES = 4096
 _PAGE = struct.Struct("<QHHI")
 """Its number, nothing, flags; how many pages a large value has."""
 _LEAF, _LARGE = 2, 4
+_MOST_PAGES = 2**31 // PAGE_BYTES + 1
+"""Of the largest record: a damaged count does not take all memory."""
 _NODE = struct.Struct("<HHHH")
 """Bytes of the value, low and high; flags; bytes of the key."""
 
@@ -410,7 +407,7 @@ def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
         size = os.fstat(file.fileno()).st_size
         layouts = {*_layouts(file.fileno(), size, identity)}
         for page, flags, count in _pages(file.fileno(), size):
-            if flags & _LARGE and 0 < count <= size // PAGE_BYTES - page:
+            if flags & _LARGE and 0 < count <= min(size // PAGE_BYTES - page, _MOST_PAGES):
                 with contextlib.suppress(OSError):
                     block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
                     for layout in layouts:

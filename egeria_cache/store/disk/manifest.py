@@ -112,7 +112,7 @@ def read_json(path: Path, newest: int) -> dict[str, Any]:
     """
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
-            text = file.read(MAX_JSON_BYTES)
+            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES))
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:  # of now: nothing is wrong with it

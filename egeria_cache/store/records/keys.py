@@ -70,7 +70,7 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         number = _integer(sample_id)
         if -_SIGN <= number < _SIGN:
             return _INT + struct.pack(">Q", number + _SIGN) + tail
-        key = _TUPLE + json.dumps([number]).encode() + tail
+        key = _TUPLE + json.dumps(number).encode() + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
         key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail
@@ -107,7 +107,8 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
         if kind == _TEXT:
             return body.decode(*_UTF8), variant
         if kind == _TUPLE:
-            return tuple(json.loads(body.decode(*_UTF8))), variant
+            found = json.loads(body.decode(*_UTF8))
+            return found if type(found) is int else tuple(found), variant
         if kind == _HASHED and len(body) == 32:
             return None, variant
     except (struct.error, ValueError, TypeError, RecursionError):
