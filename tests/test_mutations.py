@@ -34,7 +34,7 @@ class Mutation:
 MUTATIONS = {
     "attributes of frozen modules are not compared": Mutation(
         file="egeria_cache/skip/state/guards.py",
-        old="        reason = self._state.changed()\n        if reason is None and",
+        old="        reason = self.state.changed()\n        if reason is None and",
         new="        reason = None\n        if reason is None and",
         caught_by="tests/hostile/test_prefix_values.py tests/hostile/test_prefix.py",
     ),
@@ -58,7 +58,7 @@ MUTATIONS = {
     ),
     "a module may become of another class": Mutation(
         file="egeria_cache/skip/state/watch.py",
-        old="                and list(map(type, self._watched)) == self._kinds\n",
+        old="                and list(map(type, self._classed)) == self._kinds\n",
         new="",
         caught_by="tests/hostile/test_prefix.py",
     ),

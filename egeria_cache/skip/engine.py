@@ -704,7 +704,7 @@ class SkipEngine:
         except BaseException as error:
             self._running["call"].note(error)
             raise
-        if source.guard is not None and source.guard.has_hooks:
+        if source.guard is not None and source.guard.state.has_hooks:
             self._settle(source)  # they may keep a count or a list
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)

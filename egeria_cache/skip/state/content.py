@@ -76,7 +76,7 @@ class ContentProbe:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         host: dict[np.dtype[Any], list[np.ndarray]] = {}
         apart: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
-        self._pieces: list[np.ndarray] = []
+        self._pieces: list[memoryview] = []
         for tensor in tensors:
             view = _some_elements(tensor)
             if view is None:
@@ -88,7 +88,7 @@ class ContentProbe:
                 apart.setdefault(view.device, {}).setdefault(view.dtype, []).append(view)
         self._host = [_Scattered(views) for views in host.values()]
         self._bytes = [elements.tobytes() for elements in self._host]
-        self._hashes = list(map(_hash_of, self._pieces))
+        self._hashes = list(map(xxhash.xxh3_64_intdigest, self._pieces))
         self._turn = 0
         self._device = [(views, _joined(views)) for views in apart.values()]
         self._verdicts, self._looked_at = Answers(), -LOOK_EVERY_S
@@ -98,18 +98,15 @@ class ContentProbe:
         """Whether anything looks different; `wait`: now, and not when a device last said so."""
         if list(map(_Scattered.tobytes, self._host)) != self._bytes:
             return True
-        if self._pieces and self._piece_changed():
-            return True
+        if pieces := self._pieces:  # every element is looked at once in a round
+            turn = self._turn = (self._turn + 1) % len(pieces)
+            if xxhash.xxh3_64_intdigest(pieces[turn]) != self._hashes[turn]:
+                return True
         return bool(self._device) and self._device_changed(wait)
 
     def whole_changed(self) -> bool:
         """Whether any element on the host looks different."""
-        return list(map(_hash_of, self._pieces)) != self._hashes
-
-    def _piece_changed(self) -> bool:
-        """Read one piece of one tensor in full: every element is looked at once in a round."""
-        turn = self._turn = (self._turn + 1) % len(self._pieces)
-        return _hash_of(self._pieces[turn]) != self._hashes[turn]
+        return list(map(xxhash.xxh3_64_intdigest, self._pieces)) != self._hashes
 
     def _device_changed(self, wait: bool) -> bool:
         if wait:
@@ -186,11 +183,7 @@ def _some_elements(tensor: Tensor) -> Tensor | None:
     return view.view(integer)
 
 
-def _hash_of(piece: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(piece.data)
-
-
-def _pieces(tensor: Tensor) -> list[np.ndarray]:
+def _pieces(tensor: Tensor) -> list[memoryview]:
     """Return views of a tensor's bytes, each small enough to be read with one batch."""
     if not tensor.is_contiguous():
         return []
@@ -199,4 +192,4 @@ def _pieces(tensor: Tensor) -> list[np.ndarray]:
         if data.data_ptr() != tensor.data_ptr() or data.is_complex() or data.is_conj():
             return []
         whole = data.view(torch.uint8).numpy()
-    return [whole[i : i + _CHUNK_BYTES] for i in range(0, len(whole), _CHUNK_BYTES)]
+    return [whole[i : i + _CHUNK_BYTES].data for i in range(0, len(whole), _CHUNK_BYTES)]

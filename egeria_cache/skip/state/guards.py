@@ -50,18 +50,13 @@ class PrefixGuard:
         objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self._given = list(tensors), list(modules), list(around), code, objects
-        self._state = StateWatch(*self._given[1:])
+        self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
-        self._tensors += [(name, None, tensor) for name, tensor in self._state.tensors]
+        self._tensors += [(name, None, tensor) for name, tensor in self.state.tensors]
         self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
         self._hashes = hashes
         self._contents = [hashes.of(t) if hashes is not None else "" for _, _, t in self._tensors]
         self._renew_tensors()
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether hooks run with the prefix, also on a hit."""
-        return self._state.has_hooks
 
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
@@ -70,7 +65,7 @@ class PrefixGuard:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        self._state.renew()
+        self.state.renew()
         self._tensors = [self._now(i) for i in range(len(self._tensors))]
         if self._hashes is not None:
             self._contents = [self._hashes.of(tensor) for _, _, tensor in self._tensors]
@@ -96,9 +91,9 @@ class PrefixGuard:
             or list(map(Tensor.data_ptr, self._placed)) != self._pointers
         ) and (reason := self._explain()) is not None:
             return reason
-        reason = self._state.changed()
-        if reason is None and self._state.rebound:
-            self._state.rebound = False
+        reason = self.state.changed()
+        if reason is None and self.state.rebound:
+            self.state.rebound = False
             reason = self._explain()
         if reason is None and self._probe.changed(wait=wait):
             return SEEN_LATE
@@ -110,8 +105,8 @@ class PrefixGuard:
 
     def settle(self) -> None:
         """Take over what the prefix's own run has left on its modules (memoised tables)."""
-        if self._state.changed() is not None:
-            self._state.renew()
+        if self.state.changed() is not None:
+            self.state.renew()
 
     def _explain(self) -> str | None:
         """Compare by content; None, and watch the present tensors, if they hold the same."""

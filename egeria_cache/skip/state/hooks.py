@@ -15,6 +15,8 @@ from egeria_cache.pystate import is_library
 from egeria_cache.skip.model.fsdp import is_fsdps
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = registry._global_forward_hooks, registry._global_forward_pre_hooks
+"""Those that PyTorch calls for every module."""
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
@@ -30,8 +32,7 @@ def own_hooks(module: nn.Module) -> list[Any]:
 
 def global_hooks() -> list[Any]:
     """Return those that PyTorch calls for every module, but its own, which look on."""
-    each = registry._global_forward_hooks, registry._global_forward_pre_hooks
-    hooks = (hook for hooks in each for hook in hooks.values())
+    hooks = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
     return [hook for hook in hooks if not is_library(getattr(hook, "__module__", ""))]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product, zip_longest
-from operator import itemgetter
+from operator import contains, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -41,7 +41,7 @@ from egeria_cache.pystate import (
 )
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
-from egeria_cache.skip.state.hooks import HOOKS, global_hooks, hooks_of, own_hooks
+from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, HOOKS, global_hooks, hooks_of, own_hooks
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -87,6 +87,8 @@ class _Layout:
         self.tensors: list[tuple[str, Tensor]] = []
         self.places: dict[int, tuple[Any, list[str]]] = {}
         """By id: where names are looked up, and those that stand there now."""
+        self.absent: list[tuple[Any, str]] = []
+        """Where a name would be found that stands nowhere."""
         self._spaces: dict[type, Any] = {}
         self._seen: set[Any] = {*code.unread}
         self._num = 0
@@ -204,7 +206,7 @@ class _Layout:
             if key in place:
                 keys.append(key)
                 return
-        self.looks.append((where, partial(_first, places, key)))
+        self.absent += ((place, key) for place in places)
 
     def lay_out(self, where: str, module: nn.Module) -> None:
         """Lay out the attributes of a module, but for what decides nothing."""
@@ -231,11 +233,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
-def _exactly(numbers: tuple[Any, ...]) -> bytes:
-    """Return what differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0."""
-    return marshal.dumps(numbers, _PLAINLY)
-
-
 def _is_number(value: Any, is_loose: bool | None) -> bool:
     """Whether it is a number, or a tuple of some; of those of PyTorch's own layers, which take 1
     for True, if it may be 0.0 or -0.0.
@@ -243,10 +240,6 @@ def _is_number(value: Any, is_loose: bool | None) -> bool:
     if type(value) is tuple:
         return all(_is_number(one, is_loose) for one in value)
     return type(value) in ((float, complex) if is_loose else (bool, int, float, complex))
-
-
-def _types(values: Iterable[Any]) -> list[type]:
-    return list(map(type, values))
 
 
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
@@ -311,12 +304,11 @@ class StateWatch:
         for kind, key in product({type(m) for _, m in self._modules}, ("forward", "__call__")):
             layout.look_up(f"{kind.__qualname__}.{key}", key, layout.spaces(kind))
         layout.looks.append(("a global hook", global_hooks))
-        modules = [module for _, module, *_ in (*self._modules, *self._around)]
-        layout.looks.append(("the class of a module", partial(_types, modules)))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(_values(container)) for _, container in layout.live]
         self._empty = [container for _, container in layout.live if not container]
+        self._empty += (hooks for hooks in GLOBAL_HOOKS if not hooks)
         self._watched = [module for _, module in self._modules]
         layers = {id(vars(module)) for module in self._watched if _is_a(nn.Module, module)}
         full = [container for _, container in layout.live if container]
@@ -324,8 +316,9 @@ class StateWatch:
         settings = chain.from_iterable(each for each in full if id(each) in layers)
         loose = [False, *(key not in self._code.names for key in settings)]
         self._iterables = [part for each in full for part in _apart(each)]
-        self._looks = [look for _, look in layout.looks]
-        self._seen = [look() for look in self._looks]
+        self._seen = [look() for _, look in layout.looks]
+        has_global = any(GLOBAL_HOOKS)
+        self._looks = [look for _, look in layout.looks if has_global or look is not global_hooks]
         self._named = [look() for _, look in layout.named]
         places = layout.places.values()
         self._places = [place for place, _ in places]
@@ -335,8 +328,12 @@ class StateWatch:
         self._values = self._look()
         both = enumerate(zip_longest(self._values, loose))
         self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
-        self._exactly = _exactly(self._numbers(self._values))
-        self._kinds = list(map(type, self._watched))
+        # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
+        self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
+        self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
+        self._kinds = list(map(type, self._classed))
+        self._no_places = [place for place, _ in layout.absent]
+        self._no_keys = [key for _, key in layout.absent]
 
     def _moot(self) -> set[tuple[int, str]]:
         """Return what decides nothing: (id of a held module's attributes, key)."""
@@ -366,10 +363,11 @@ class StateWatch:
             values = self._look()
             if (
                 not any(self._empty)
+                and not any(map(contains, self._no_places, self._no_keys))
                 and values == self._values
-                and _exactly(self._numbers(values)) == self._exactly
+                and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
                 and list(map(len, self._places)) == self._sizes
-                and list(map(type, self._watched)) == self._kinds
+                and list(map(type, self._classed)) == self._kinds
             ):
                 return None
         except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
@@ -391,7 +389,7 @@ class StateWatch:
             now = look()
             if now is not seen and not _same(now, seen):
                 return f"{_quoted(where)} changed"
-        if list(map(type, self._watched)) != self._kinds:
+        if list(map(type, self._classed)) != self._kinds:
             return "a module of the prefix has another class"
         self.renew()
         self.rebound = True
