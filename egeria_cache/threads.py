@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_num_function_modes = torch._C._len_torch_function_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+num_function_modes = torch._C._len_torch_function_stack
 _locks: dict[int, threading.Lock] = {}
 
 
@@ -74,7 +74,7 @@ def uncollected() -> Iterator[None]:
 
 def has_modes() -> bool:
     """Tell whether the calling thread is under such a mode."""
-    return _num_dispatch_modes() > 0 or _num_function_modes() > 0
+    return num_dispatch_modes() > 0 or num_function_modes() > 0
 
 
 def has_other_operations() -> bool:

@@ -193,8 +193,8 @@ MUTATIONS = {
     ),
     "rows of a training serve an evaluation": Mutation(
         file="egeria_cache/skip/serve/plan.py",
-        old="        if self.present_modes() != self.modes:\n",
-        new="        if False:\n",
+        old="self.others)) != self.modes:\n",
+        new="self.others)) == ():\n",
         caught_by="tests/skip/test_adversarial.py",
     ),
     "a new draw has the number of the old one": Mutation(

@@ -10,7 +10,7 @@ takes a batch apart into leaves with a row per sample, `padding.py` says how the
 `seeds.py` names samples.
 """
 
-from egeria_cache.batch.absent import without_data
+from egeria_cache.batch.absent import AbsentTensor, without_data
 from egeria_cache.batch.batch import Batch, Entry, PartEntry
 from egeria_cache.batch.chain import Fold
 from egeria_cache.batch.padding import Axis, Lengths, Padding
@@ -35,6 +35,7 @@ from egeria_cache.batch.structure import (
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, forget_lost, lost_by, unwrap
 
 __all__ = [
+    "AbsentTensor",
     "Axis",
     "Batch",
     "BatchTensor",

@@ -34,8 +34,11 @@ def without_data(
         misses: The loaded rows, those where `batch.entry.hit` is False; None if there are none.
     """
     raw = meta.shape, meta.stride(), meta.dtype
-    device = misses.device if misses is not None else None
+    device = _CPU if misses is None else located(misses.device)  # as for tensors with data
     return _absent(meta, batch, leaf, raw, (), misses, device)
+
+
+_CPU = torch.device("cpu")
 
 
 class AbsentTensor(BatchTensor):
@@ -72,8 +75,15 @@ class AbsentTensor(BatchTensor):
         assert isinstance(merged, Tensor)
         return _with_layout(merged, self._meta)
 
+    @property
+    def intact(self) -> bool:
+        """Whether the values, those that are there, are still what samples and `chain` say."""
+        if self._full is None and self._misses is None and self._alias is None:
+            return not self.chain or not self.chain[-1].opens
+        return self.has_rows_first and self.holds()
+
     def holds(self) -> bool:
-        """Whether the values, those that are there, are what samples and `chain` say."""
+        """Whether that is so, wherever the rows stand."""
         if self._alias is not None and not _holds(self._alias[0], self._alias[2]):
             return False
         data = self._misses if self._full is None else self._full
@@ -126,7 +136,7 @@ class AbsentTensor(BatchTensor):
         if is_same and op.is_nothing(metas[0], meta):
             return first
         result = _absent(
-            meta, first.batch, first.leaf, first.raw, (*first.chain, op), misses, device
+            meta, first.batch, first.leaf, first.raw, (*first.chain, op), misses, located(device)
         )
         if first is self and device == self.device and op.aliases(metas[0], meta):
             result._alias = self, op, self.chain
@@ -196,9 +206,8 @@ def _absent(
     raw: Raw,
     chain: tuple[Op, ...],
     misses: Tensor | None,
-    device: torch.device | None,
+    device: torch.device,
 ) -> AbsentTensor:
-    device = located(device or torch.device("cpu"))  # as for tensors with data
     tensor: AbsentTensor = Tensor._make_wrapper_subclass(
         AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
     )

@@ -128,19 +128,16 @@ class Answers:
     """Numbers of a device that the host has asked for, and reads when they have come: no wait."""
 
     def __init__(self) -> None:
-        self._asked: deque[tuple[Tensor, Event | None, Any]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._asked)
+        self.asked: deque[tuple[Tensor, Event | None, Any]] = deque()
 
     def ask(self, number: Tensor, about: Any = None) -> None:
         """Ask for a tensor, and note what it says something about."""
-        self._asked.append((to_host(number), mark(number.device), about))
+        self.asked.append((to_host(number), mark(number.device), about))
 
     def come(self, *, wait: bool = False) -> Iterator[tuple[Tensor, Any]]:
         """Give what has come, each once, with what it is about; `wait`: all that was asked for."""
-        while self._asked and (wait or _is_past(self._asked[0][1])):
-            number, event, about = self._asked.popleft()
+        while self.asked and (wait or _is_past(self.asked[0][1])):
+            number, event, about = self.asked.popleft()
             if wait and event is not None:
                 event.synchronize()
             yield number, about

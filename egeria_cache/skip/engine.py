@@ -49,7 +49,12 @@ from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.state.content import ContentHash
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
-from egeria_cache.threads import has_other_operations, uncollected
+from egeria_cache.threads import (
+    has_other_operations,
+    num_dispatch_modes,
+    num_function_modes,
+    uncollected,
+)
 
 log = logging.getLogger("egeria")
 
@@ -115,8 +120,8 @@ class _Unserved:
 
     def begin(self) -> None:
         """There is another boundary."""
-        self.was_served = False
-        """Whether any call came with a loader's batch."""
+        self.was_served = self.is_quiet = False
+        """Whether any call came with a loader's batch; and whether the last ones all did."""
         self._why, self._num, self._of = "", 0, object()
 
     def note(self, why: str, *, of: Any = None) -> None:
@@ -125,7 +130,7 @@ class _Unserved:
             return
         if (why is _ALL_NEW) is not (self._why is _ALL_NEW):
             self._num = 0
-        self._num, self._of = self._num + 1, of
+        self._num, self._of, self.is_quiet = self._num + 1, of, False
         if self._num == 1:
             self._why = why
         if self._num == _MAX_BARE:
@@ -136,6 +141,7 @@ class _Unserved:
         self.was_served = True
         if self._num < _MAX_BARE and self._why is not but:
             self._num = 0
+        self.is_quiet = not self._num
 
 
 class SkipHost(Protocol):
@@ -232,7 +238,7 @@ class SkipEngine:
         self.scout = Scout(self.model, self._entered_at)
         """Sees how the loop enters the model, until that has been called."""
         self._attached: AttachedForward | None = None
-        self._is_aside, self._may_step_aside = False, True
+        self.is_aside, self._may_step_aside = False, True
         """Whether the model's forward is its own now, and whether that is to be looked at."""
         self._compiled = is_compiled(model)
         self._is_traced = False
@@ -280,12 +286,15 @@ class SkipEngine:
             if self._may_step_aside:
                 self._step_aside()
             return self._forward(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None or has_other_operations():
+        has_modes = num_function_modes() or num_dispatch_modes()
+        if torch._C._functorch.peek_interpreter_stack() is not None or (
+            has_modes and has_other_operations()
+        ):
             return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
             threading.get_ident() == self._trained_by or self._is_of_the_loop(args, kwargs)
         ):
-            ours, depth, grad = _OneCall(), calls.depth(), torch.is_grad_enabled()
+            ours, depth, grad = _OneCall(), len(calls.LOCAL.active), torch.is_grad_enabled()
             started = time.perf_counter()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
@@ -335,7 +344,7 @@ class SkipEngine:
         is_on_top = self.model.__dict__.get(self._method) is self._attached
         if self._attached is not None and is_on_top and self.host.is_idle and self._held.is_alike:
             self._attached.take_out()
-            self._is_aside = True
+            self.is_aside = True
 
     def stand_in(self) -> None:
         """Stand in for the model's forward again, if we have stepped aside, or if somebody has put
@@ -347,15 +356,16 @@ class SkipEngine:
         top = self.model.__dict__.get(self._method)
         if top is None or top is self._attached.before:
             self._attached.attach()
-            self._is_aside = False
-        elif self._is_aside or top == self._attached.of_class:
+            self.is_aside = False
+        elif self.is_aside or top == self._attached.of_class:
             self.attach()  # on top of who has taken the place meanwhile
 
     def look_out(self) -> None:
         """A batch is given out that knows its samples, with which the model is called somehow."""
-        if self._is_aside:
+        if self.is_aside:
             self.stand_in()
-        self.scout.look_out()
+        if not self.scout.is_done:
+            self.scout.look_out()
 
     def _is_of_the_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is the training's, and not one of a thread that is beside it: no such one
@@ -400,7 +410,7 @@ class SkipEngine:
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
             self._is_told = tell_modes(self._whole, self._held)
-        return call.hand_back(result)
+        return call.hand_back(result) if call.lent else result
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call whose operations are others: within `torch.func`, under a mode."""
@@ -424,17 +434,17 @@ class SkipEngine:
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
         self.host.note("called", 0.0, call.batch.size)
-        self._unserved.served(but=_KEPT if call.batch.was_computed else _ALL_NEW)
+        if not self._unserved.is_quiet:
+            self._unserved.served(but=_KEPT if call.batch.was_computed else _ALL_NEW)
         self._running["call"].key = key
-        is_plain = call.batch.entry is None and not call.batch.may_be_stored
-        if is_plain and self._is_held:
+        entry = call.batch.entry
+        if entry is None and not call.batch.may_be_stored and self._is_held:
             return self._plainly(call)
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
             return self._first(key, call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
-        entry = call.batch.entry
         source: ReplayPlan | None = None
         if entry is not None:
             is_same = entry.cut is plan.cut
@@ -450,7 +460,7 @@ class SkipEngine:
         awaits = plan.growth is not None and self._awaits_proof(plan)
         if entry is None and call.batch.was_computed:
             self._unserved.note(_KEPT, of=call.batch.ids)
-        else:
+        elif not self._unserved.is_quiet:
             self._unserved.served()
         call.batch.was_computed = True
         if entry is None or source is None or awaits:
@@ -459,7 +469,9 @@ class SkipEngine:
             stored = entry.load()
         except LookupError:
             return self._miss(plan, call)
-        if not self._audit(source, call, entry, stored):
+        chosen = self.host.audited(call.batch, entry)
+        is_due = chosen is not None or self._audits.asked
+        if is_due and not self._audit(source, call, entry, stored, chosen):
             return self._plainly(call)
         if not entry.hit.all():
             stored = self._complete(source, call, entry, stored)
@@ -624,20 +636,24 @@ class SkipEngine:
         return output
 
     def _audit(
-        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
+        self,
+        source: ReplayPlan,
+        call: Invocation,
+        entry: Entry,
+        stored: Mapping[str, Tensor],
+        chosen: tuple[np.ndarray, bool] | None,
     ) -> bool:
-        """Recompute a few hits from their raw samples; False if one is not what was stored.
+        """Recompute the chosen hits from their raw samples; False if one is not what was stored.
 
         On a device without waiting for that, but for the first of an epoch: what came of it is read
         by a later call.
         """
-        chosen = self.host.audited(call.batch, entry)
         if chosen is not None:
             (mask, waits), started = chosen, time.perf_counter()
             same = self._recomputed(source, call, entry, stored, mask)
             self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
             return same and self._confirmed(wait=waits)
-        return not self._audits or self._confirmed()
+        return self._confirmed()
 
     def _recomputed(
         self,
@@ -775,7 +791,7 @@ class SkipEngine:
 
     def _is_another(self, *, wait: bool = False) -> bool:
         """Whether the prefix has changed; if so, what is stored of it is void."""
-        for guard in self._plans.guards():
+        for guard in self._plans.guards:
             reason = guard.changed(wait=wait)
             if reason is not None:
                 self._void(reason, guard)
@@ -813,7 +829,7 @@ class SkipEngine:
 
     def _settle(self, plan: ReplayPlan) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables."""
-        for guard in {plan.guard, *self._plans.guards()}:
+        for guard in {plan.guard, *self._plans.guards}:
             if guard is not None:
                 guard.settle()
 
@@ -831,7 +847,7 @@ class SkipEngine:
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
         self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
-        self._forward, self._is_aside = self._attached.attach(), False
+        self._forward, self.is_aside = self._attached.attach(), False
         if self._method != "forward":
             self.scout.close()
 

@@ -131,7 +131,8 @@ class AttachedForward(ForwardSlot):
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        return (self.before or self.of_class)(*args, **kwargs)
+        own = self.before or MethodType(getattr(type(self.module), self.name), self.module)
+        return own(*args, **kwargs)
 
     @property
     def of_class(self) -> Callable[..., Any]:

@@ -38,25 +38,24 @@ _MISSING = object()
 @contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Route this thread's calls of `modules` through `handler` until the block ends."""
-    replaced: _Replaced = []
-    thread = get_ident()
+    replaced = Replaced()
     try:
-        _LOCAL.active.append(replaced)
-        for module in modules:
-            own = module.__dict__
-            key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
-            before = own.get(key, _MISSING)
-            original = module.forward if before is _MISSING else before
-            replaced.append((own, key, before))
-            own[key] = functools.partial(_route, thread, handler, module, original)
+        take_over(modules, functools.partial(_route, get_ident(), handler), replaced)
         yield
     finally:
-        _put_back(replaced)
+        put_back(replaced)
 
 
-def depth() -> int:
-    """Return how many blocks of `intercept` this thread is in."""
-    return len(_LOCAL.active)
+def take_over(modules: Iterable[nn.Module], handler: Handler, replaced: Replaced) -> None:
+    """Route calls of `modules`, in any thread, through `handler` until `put_back(replaced)`."""
+    LOCAL.active.append(replaced)
+    for module in modules:
+        own = module.__dict__
+        key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
+        before = own.get(key, _MISSING)
+        original = module.forward if before is _MISSING else before
+        replaced.append((own, key, before))
+        own[key] = functools.partial(handler, module, original)
 
 
 def heal(depth: int) -> None:
@@ -65,29 +64,30 @@ def heal(depth: int) -> None:
     An interrupt (Ctrl-C) is raised between any two calls, also in the middle of a clean-up; who
     then goes on in the same process would compute with modules that are still taken over.
     """
-    active = _LOCAL.active
+    active = LOCAL.active
     if len(active) > depth:
-        _put_back(active[depth])
+        put_back(active[depth])
 
 
-_Replaced = list[tuple[dict[str, Any], str, Any]]
+Replaced = list[tuple[dict[str, Any], str, Any]]
+"""What a block has replaced: where, under which name, and what stood there."""
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.active: list[_Replaced] = []
+        self.active: list[Replaced] = []
         """What the blocks that are running in this thread have replaced, outermost first."""
 
 
-_LOCAL = _Local()
+LOCAL = _Local()
 
 
-def _put_back(replaced: _Replaced) -> None:
+def put_back(replaced: Replaced) -> None:
     """Undo this block, and first the blocks within it whose own undoing was interrupted.
 
     One of those, undone later, would put back what this block had put there.
     """
-    active = _LOCAL.active
+    active = LOCAL.active
     begin = len(active)
     for place, one in enumerate(active):
         if one is replaced:

@@ -254,7 +254,7 @@ class RequiresGradWatch:
 
     def thawed(self) -> str | None:
         """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        if not self.is_due():
+        if not any(map(_requires_grad, self._tensors)):  # on each call: no call of it
             return None
         moved = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]

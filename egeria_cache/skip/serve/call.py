@@ -30,6 +30,7 @@ from torch.utils._pytree import (
 )
 
 from egeria_cache.batch import (
+    AbsentTensor,
     Batch,
     BatchTensor,
     Fold,
@@ -44,7 +45,7 @@ from egeria_cache.device import autocast_kinds
 from egeria_cache.pystate import Content, own_attributes
 
 PLAIN = (bool, int, float, str, bytes, type(None))
-_ONE_LEAF = frozenset({Tensor, *PLAIN})
+_ONE_LEAF = frozenset({Tensor, BatchTensor, AbsentTensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""
 _GONE = "no longer there"
 
@@ -67,8 +68,6 @@ class Layout:
 
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""
-        if self.is_flat:
-            return tuple(leaves), given[1]
         if not self.opened:
             built = tree_unflatten(leaves, self.spec)
         else:
@@ -96,14 +95,6 @@ class Layout:
             name = names[text[:3]] + text[3:]
             found += [name + inner for inner in inside.get(at, ("",))]
         return found
-
-
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
-    """Return every leaf in order, and how they belong together."""
-    for argument in args:
-        if kwargs or not (isinstance(argument, BatchTensor) or type(argument) in _ONE_LEAF):
-            return _take_apart((args, kwargs), _with_batch)
-    return _take_apart((args, kwargs), _with_batch) if kwargs else (list(args), _flat(len(args)))
 
 
 def _take_apart(
@@ -232,7 +223,10 @@ class Invocation:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         """Take a call apart."""
-        leaves, layout = take_apart(args, kwargs)
+        is_flat = not kwargs and _ONE_LEAF.issuperset(map(type, args))
+        leaves, layout = (
+            (list(args), _flat(len(args))) if is_flat else _take_apart((args, kwargs), _with_batch)
+        )
         tagged, batches = dict[int, BatchTensor](), dict[int, Batch]()
         why_not = None
         for i, leaf in enumerate(leaves):
@@ -255,14 +249,14 @@ class Invocation:
             swap(i, leaf) if isinstance(leaf, Tensor) else leaf
             for i, leaf in enumerate(self.leaves)
         ]
+        if self.layout.is_flat:
+            return tuple(leaves), self.given[1]
         return self.layout.build(leaves, self.given)
 
     def hand_back(self, output: Any) -> Any:
         """Leave in the caller's containers what the model left in those it was given in their
         place, and return its output: one of them perhaps.
         """
-        if not self.lent:
-            return output
         for lent in self.lent:
             lent.hand_back()
         return next((lent.given for lent in self.lent if lent.built is output), output)
@@ -291,11 +285,10 @@ class Invocation:
     def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
         """Remember what the model is called with, for `result` and `hand_back`."""
         self.lent.clear()
-        if not self.layout.is_flat:
-            (args, kwargs), (given, given_kwargs) = built, self.given
-            for pair in (*zip(given, args, strict=True),
-                         *((given_kwargs[key], kwargs[key]) for key in kwargs)):  # fmt: skip
-                self.lent.extend(lend(*pair))
+        (args, kwargs), (given, given_kwargs) = built, self.given
+        for pair in (*zip(given, args, strict=True),
+                     *((given_kwargs[key], kwargs[key]) for key in kwargs)):  # fmt: skip
+            self.lent.extend(lend(*pair))
         return built
 
     def rows(
@@ -363,7 +356,7 @@ def mode_key() -> tuple[Any, ...]:
     used in training and in evaluation.
     """
     autocast: tuple[tuple[str, str], ...] = ()
-    for kind in autocast_kinds():
+    for kind in autocast_kinds() if torch._C._is_any_autocast_enabled() else ():
         if torch.is_autocast_enabled(kind):
             autocast = (*autocast, (kind, str(torch.get_autocast_dtype(kind))))
     return autocast, torch.get_default_dtype()

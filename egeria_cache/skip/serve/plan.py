@@ -142,7 +142,7 @@ class ReplayPlan:
         lengths = call.batch.lengths
         if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
             return False
-        if self.present_modes() != self.modes:
+        if (*map(_is_training, self.ancestors), *map(_is_training, self.others)) != self.modes:
             return False
         if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
@@ -151,7 +151,7 @@ class ReplayPlan:
             if leaf is None:
                 if position not in self.kept or position in self.entered:
                     return False
-            elif (leaf.leaf, leaf.chain_key) != known:
+            elif (leaf.leaf, leaf.chain_key if leaf.chain else "") != known:
                 return False
         return not self.pinned or all(
             torch.equal(plain(call.leaves[i]), value) for i, value in self.pinned.items()
@@ -236,7 +236,7 @@ class ReplayPlan:
 
     def save_buffers(self) -> None:
         """Remember what the active part may write to, until `put_back_buffers`."""
-        if not self._saved and self.mutable:
+        if not self._saved:
             by_type: dict[Any, list[Tensor]] = {}
             for buffer in self.mutable:
                 by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -273,6 +273,10 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[Key, list[ReplayPlan]] = {}
+        self.guards: list[PrefixGuard] = []
+        """What watches the prefix of any of them; two plans may share a guard."""
+        self._last: tuple[Key, list[ReplayPlan]] = (), []
+        """Of the last call: most calls are like it, and not to be looked up by a hash."""
         self._refused: set[Key] = set()
         self._rest = 0
         """Calls that are not tried any more."""
@@ -286,9 +290,10 @@ class PlanCache:
         """Return the plans for the prefix as it is now."""
         return [plan for plans in self._plans.values() for plan in plans]
 
-    def guards(self) -> list[PrefixGuard]:
-        """Return what watches the prefix of any of them; two plans may share a guard."""
-        return list(dict.fromkeys(plan.guard for plan in self.all() if plan.guard is not None))
+    def _changed(self) -> None:
+        """There are other plans now."""
+        self._last = (), []
+        self.guards = list(dict.fromkeys(plan.guard for plan in self.all() if plan.guard))
 
     def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
         """Return those of one signature at one boundary."""
@@ -298,7 +303,9 @@ class PlanCache:
         self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
     ) -> ReplayPlan | None:
         """Return the plan for calls like this one, at `cut` or else at `boundary`."""
-        for plan in self._plans.get(key, ()):
+        if key != self._last[0]:
+            self._last = key, self._plans.get(key, [])
+        for plan in self._last[1]:
             wanted = plan.boundary == boundary if cut is None else plan.cut is cut
             if wanted and plan.fits(call):
                 return plan
@@ -307,6 +314,7 @@ class PlanCache:
     def add(self, plan: ReplayPlan) -> None:
         """Take in a plan that was proved."""
         self._plans.setdefault(plan.key, []).append(plan)
+        self._changed()
 
     def refuse(self, key: Key) -> None:
         """Try calls of this signature no more; what was proved of some goes on."""
@@ -316,6 +324,7 @@ class PlanCache:
     def drop(self, key: Key) -> None:
         """What was proved of calls of this signature does not hold."""
         self._plans.pop(key, None)
+        self._changed()
         self._refused.add(key)
 
     def may_dry_run(self, key: Key) -> bool:
@@ -337,6 +346,7 @@ class PlanCache:
     def turn_to(self, kept: Iterable[ReplayPlan]) -> None:
         """The boundary has moved: only these plans still hold, and everything may be tried."""
         self._plans.clear()
+        self._changed()
         for plan in kept:
             self.add(plan)
         self._refused.clear()
@@ -350,6 +360,7 @@ class PlanCache:
         """
         self._parked = [self._plans, *self._parked][:_MAX_PARKED]
         self._plans = {}
+        self._changed()
         self._refused.clear()
         if self._unpark():
             return True
@@ -367,5 +378,6 @@ class PlanCache:
             if guards and all(guard.is_same() for guard in guards):
                 self._parked.remove(parked)
                 self._plans, self._watch = parked, None
+                self._changed()
                 return True
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.model.calls import intercept
+from egeria_cache.skip.model.calls import Replaced, intercept, put_back, take_over
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
@@ -176,6 +176,8 @@ class ReplayRun:
         self.entries = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
         """Name, place and description of the cached tensors."""
         self._leaves: dict[int, list[Any]] = {}
+        self._thread = get_ident()
+        """That is served; another one may run the model at the same time (an evaluation)."""
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
         self._own: list[Placeholder] = []
         self._held: list[int] = []
@@ -184,11 +186,19 @@ class ReplayRun:
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
         """Enter with these values of the cached tensors."""
         self.values = values
-        self._position, self._inside = 0, False
+        self._position, self._inside, self._thread = 0, False, get_ident()
         self.scene.after_boundary = self.scene.finished = False
 
-    def count(self) -> None:
-        """Note who holds placeholders before the model runs."""
+    def enter(self, stored: Mapping[str, Tensor]) -> None:
+        """Begin with these rows, and note who holds placeholders before the model runs."""
+        plan, values = self.plan, dict[Slot, Tensor]()
+        for name, slot, spec in self.entries:
+            values[slot] = spec.from_rows(stored[name].clone() if plan.copies else stored[name])
+        for slot in plan.wants_grad & values.keys() if torch.is_grad_enabled() else ():
+            leaf = values[slot].detach().requires_grad_()
+            # What the model writes into may not be a leaf.
+            values[slot] = leaf.clone() if plan.copies else leaf
+        self.begin(values)
         self.scene.made.clear()
         self._held = list(map(sys.getrefcount, self._own))
 
@@ -204,7 +214,7 @@ class ReplayRun:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Handle one call of a module of the prefix."""
-        if self._inside or self.scene.after_boundary:
+        if self._inside or self.scene.after_boundary or get_ident() != self._thread:
             return original(*args, **kwargs)
         steps, index = self.plan.steps, self._position
         step = steps[index]
@@ -384,45 +394,34 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-    run.begin(_values(source, run, stored))
-    capture: CaptureRun | None = None
-    with ExitStack() as stack:
-        args, kwargs = call.noted(call.rebuild(run.input))
-        generators = torch.get_rng_state()
+    args, kwargs = call.rebuild(run.input)
+    if not call.layout.is_flat:
+        call.noted((args, kwargs))
+    generators = torch.get_rng_state()
+    if source.mutable:
         source.save_buffers()
-        stack.enter_context(intercept(run.modules, run))
-        if plan is not None and plan is not source:  # around the replay of the same modules
-            capture = CaptureRun(plan, call.batch.lengths, size)
-            stack.enter_context(intercept(capture.plan.modules, capture))
-        run.count()
-        try:
+    run.enter(stored)
+    replaced, capture = Replaced(), None
+    try:
+        take_over(run.modules, run, replaced)
+        if plan is None or plan is source:
             output = forward(*args, **kwargs)
-            if capture is None:
-                run.check()
-        except Exception as error:
-            if is_ours(error):
-                torch.set_rng_state(generators)
-                source.put_back_buffers()
-            raise
-        finally:
-            run.scene.finished = True
+            run.check()
+        else:  # around the replay of the same modules
+            capture = CaptureRun(plan, call.batch.lengths, size)
+            with intercept(capture.plan.modules, capture):
+                output = forward(*args, **kwargs)
+    except Exception as error:
+        if is_ours(error):
+            torch.set_rng_state(generators)
+            source.put_back_buffers()
+        raise
+    finally:
+        run.scene.finished = True
+        put_back(replaced)
     if source.opaque_outputs:
         output = _hide(call, output, source.opaque_outputs)
     return output, capture.rows() if capture is not None else None
-
-
-def _values(source: ReplayPlan, run: ReplayRun, stored: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
-    """Return the cached tensors as the model had them."""
-    values = {
-        slot: spec.from_rows(stored[name].clone() if source.copies else stored[name])
-        for name, slot, spec in run.entries
-    }
-    if source.wants_grad and torch.is_grad_enabled():
-        for slot in source.wants_grad & values.keys():
-            leaf = values[slot].detach().requires_grad_()
-            # What the model writes into may not be a leaf.
-            values[slot] = leaf.clone() if source.copies else leaf
-    return values
 
 
 def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:

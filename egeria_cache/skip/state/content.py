@@ -116,7 +116,7 @@ class ContentProbe:
         self._turn, now = self._turn + 1, time.perf_counter()
         if (
             now < self._looked_at + LOOK_EVERY_S
-            or len(self._verdicts) >= _MAX_PENDING
+            or len(self._verdicts.asked) >= _MAX_PENDING
             or not (self._is_beside or self._turn % _RARELY == 1)
         ):
             return False
