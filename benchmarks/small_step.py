@@ -125,7 +125,7 @@ class Task:
         batches: Any = iter(self.loader)
         self.cache.api.ring_batches = before
         batches._planner.top_up()
-        for entry in [planned.entry for planned in batches._planner._planned]:
+        for entry in [planned.entry for planned in batches._planner.planned]:
             assert entry is None or entry.ready()
         return batches
 

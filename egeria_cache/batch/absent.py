@@ -21,10 +21,19 @@ from egeria_cache.batch.tensor import BatchTensor, unwrap
 from egeria_cache.device import located, uploaded
 from egeria_cache.threads import outside_inference_mode, without_modes
 
+_CPU = torch.device("cpu")
+
 
 def without_data(
-    meta: Tensor, batch: Batch, leaf: str, misses: Tensor | None = None
-) -> BatchTensor:
+    meta: Tensor,
+    batch: Batch,
+    leaf: str,
+    misses: Tensor | None = None,
+    *,
+    device: torch.device | None = None,
+    raw: Raw | None = None,
+    chain: tuple[Op, ...] = (),
+) -> AbsentTensor:
     """Stand for a leaf whose hits were not loaded.
 
     Args:
@@ -32,13 +41,20 @@ def without_data(
         batch: The batch, with an entry.
         leaf: Path of the leaf.
         misses: The loaded rows, those where `batch.entry.hit` is False; None if there are none.
+        device: Where it would be, with its index; None: where the misses are, or on the host.
+        raw: The leaf as it was given out; None: as it is.
+        chain: What was done to it since.
     """
-    raw = meta.shape, meta.stride(), meta.dtype
-    device = _CPU if misses is None else located(misses.device)  # as for tensors with data
-    return _absent(meta, batch, leaf, raw, (), misses, device)
-
-
-_CPU = torch.device("cpu")
+    device = device or (_CPU if misses is None else misses.device)
+    tensor: AbsentTensor = Tensor._make_wrapper_subclass(
+        AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
+    )
+    vars(tensor).update(
+        batch=batch, leaf=leaf, raw=raw or (meta.shape, meta.stride(), meta.dtype), chain=chain,
+        _meta=meta, _misses=misses, _full=None, _alias=None, _is_shared=False,
+        _vouched=None if misses is None else Vouched(misses),
+    )  # fmt: skip
+    return tensor
 
 
 class AbsentTensor(BatchTensor):
@@ -135,9 +151,10 @@ class AbsentTensor(BatchTensor):
         is_same = is_here and (misses is None or misses is own[0])  # "cpu:0" is "cpu" elsewhere
         if is_same and op.is_nothing(metas[0], meta):
             return first
-        result = _absent(
-            meta, first.batch, first.leaf, first.raw, (*first.chain, op), misses, located(device)
-        )
+        result = without_data(
+            meta, first.batch, first.leaf, misses,
+            device=located(device), raw=first.raw, chain=(*first.chain, op),
+        )  # fmt: skip
         if first is self and device == self.device and op.aliases(metas[0], meta):
             result._alias = self, op, self.chain
             self._is_shared = True
@@ -158,7 +175,9 @@ class AbsentTensor(BatchTensor):
             assert self._misses is not None
             at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
             misses = self._misses[uploaded(torch.from_numpy(at), self._misses.device)]
-        result = _absent(meta, batch, self.leaf, self.raw, self.chain, misses, self.device)
+        result = without_data(
+            meta, batch, self.leaf, misses, device=self.device, raw=self.raw, chain=self.chain
+        )
         if meta._is_view():
             result._alias = self, Op(part, (Slot(0),), {}, key=""), self.chain
             self._is_shared = True
@@ -197,25 +216,6 @@ class AbsentTensor(BatchTensor):
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
-
-
-def _absent(
-    meta: Tensor,
-    batch: Batch,
-    leaf: str,
-    raw: Raw,
-    chain: tuple[Op, ...],
-    misses: Tensor | None,
-    device: torch.device,
-) -> AbsentTensor:
-    tensor: AbsentTensor = Tensor._make_wrapper_subclass(
-        AbsentTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
-    )
-    vars(tensor).update(
-        batch=batch, leaf=leaf, raw=raw, chain=chain, _meta=meta, _misses=misses, _full=None,
-        _alias=None, _is_shared=False, _vouched=None if misses is None else Vouched(misses),
-    )  # fmt: skip
-    return tensor
 
 
 def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from egeria_cache.batch.chain import (
     name_of,
 )
 from egeria_cache.batch.selection import selected_rows
-from egeria_cache.batch.structure import Rows, is_rows, own_containers, take_rows
+from egeria_cache.batch.structure import Rows, own_containers, take_rows
 from egeria_cache.batch.trial import Found, operation
 from egeria_cache.device import LEAF_FLAGS
 from egeria_cache.threads import has_other_operations, outside_inference_mode
@@ -361,11 +361,11 @@ def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
         _LOCAL.lost = f"the rows were lost in {name!r} {of}"
 
 
-def forget_lost(leaves: Mapping[str, Any] = MappingProxyType({}), size: int = 0) -> None:
-    """Another batch is given out in this thread, of so many samples."""
+def forget_lost(constants: Mapping[str, Any] = MappingProxyType({}), size: int = 0) -> None:
+    """Another batch is given out in this thread, of so many samples, with leaves without rows."""
     _LOCAL.lost = _LOCAL.has_none = None
-    for path, leaf in leaves.items():
-        if isinstance(leaf, Tensor) and not is_rows(leaf, size):
+    for path, leaf in constants.items():
+        if isinstance(leaf, Tensor):
             _LOCAL.has_none = (
                 f"the batch's leaf {path!r}, of shape {list(leaf.shape)}, has no row for each of "
                 f"its {size} samples; stack samples in the collate_fn"

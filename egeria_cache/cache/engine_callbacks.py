@@ -387,7 +387,8 @@ class EngineCallbacks:
 
     def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Choose the hits to be recomputed from the raw sample."""
-        self._goes_on()
+        if self._passing is not None:
+            self._goes_on()
         number = batch.context.task.number
         chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
         if chosen is not None and self._has_new_data(batch):
@@ -561,15 +562,15 @@ class EngineCallbacks:
     def note(self, kind: str, seconds: float, rows: int) -> None:
         """The model was called with a batch (its cost is taken by whole steps: `StepTimer`)."""
         boundary = self._status.boundary
-        if kind == "audit":
+        if kind == "called":
+            self._status.counters.model_called()
+            self._status.is_compiled = False
+        elif kind == "audit":
             self._audits.cost_s += seconds
         elif kind == "proof":
             self._policy.proof_s += seconds
         elif kind == "beside":
             self._policy.took_beside(seconds)
-        elif kind != "compiled":
-            self._status.counters.model_called()
-            self._status.is_compiled = False
         elif boundary is not None:
             self._status.is_compiled = True
             why = str(BoundaryError.compiled_whole(boundary))

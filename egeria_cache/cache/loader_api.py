@@ -6,13 +6,11 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Batch
@@ -86,11 +84,19 @@ class LoaderApi:
         """Do something beside the loop: if it goes wrong, the loader is cached no more."""
         return Attempt(partial(self._host.failed_for, loader_name))
 
-    def readable(self, loader_name: str) -> list[View]:
-        """Those whose rows, if an earlier run left any, were compared with computed ones."""
+    def outlook(self, source: LoaderSource) -> tuple[Sequence[View], bool | None]:
+        """Return what a loader may read at the moment, deepest first, and whether all generators
+        are seeded; None if they are let be, in a thread beside the training.
+
+        Of what an earlier run has left, those whose rows were compared with computed ones.
+        """
+        if self.is_beside(source):
+            return (), None
+        if self.is_plain(source.key):
+            return (), False
         if self._status.is_forked or self._status.is_compiled:
-            return []
-        return [view for view in self.views(loader_name) if view.is_checked]
+            return (), True
+        return [view for view in self.views(source.key) if view.is_checked], True
 
     def adopt(self, source: LoaderSource) -> None:
         """Let a new loader read from its first batch on what others of its name have stored, if the
@@ -187,11 +193,9 @@ class LoaderApi:
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
-        return loader_name in self._policy.idle or self.boundary is None
-
-    def count_batch(self, source: LoaderSource, num_samples: int, hit: np.ndarray | None) -> None:
-        """Note what a batch consists of: yielded without hits, or served with some."""
-        self.counters.batch(num_samples, hit, is_random=source.is_random)
+        status = self._status
+        is_unset = status.boundary is None and not status.is_sought
+        return is_unset or loader_name in self._policy.idle
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
@@ -200,7 +204,9 @@ class LoaderApi:
         else:
             if not self._policy.idle:  # else the model is called with batches that nobody follows
                 self.counters.yielded(batch)
-            self._boundary.engine.look_out()
+            engine = self._boundary.engine
+            if engine.is_aside or not engine.scout.is_done:
+                engine.look_out()
 
     def count_refetched(self, num_samples: int) -> None:
         """Note samples that were planned as hits, and had to be reloaded."""

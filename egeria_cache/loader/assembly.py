@@ -101,16 +101,14 @@ class Assembly:
                 return self._load_instead(plan)
             entry.whole = lengths.whole
             misses, kept = lengths.widened(misses), lengths.widened(kept)
-        constants = view.constants_for(len(plan.task.ids))
-        leaves: dict[str, Rows] = misses | constants
-        for path in view.kept:
-            hits = kept[path]
-            leaves[path] = merge_rows(entry.hit, hits, misses[path]) if num_misses else hits
+        constants = view.constants_for(len(plan.task.ids)) if view.constants else {}
+        leaves: dict[str, Rows] = {**misses, **constants, **kept}
+        for path in view.kept if num_misses else ():
+            leaves[path] = merge_rows(entry.hit, kept[path], misses[path])
         batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
-        tagged = {
-            path: _wrap(leaves[path], batch, path) if path in view.cut.tagged else leaves[path]
-            for path in view.kept
-        } | constants
+        tagged = {**leaves, **constants}
+        for path in view.tagged:
+            tagged[path] = _wrap(leaves[path], batch, path)
         for path in view.dropped:
             row = view.rows[path]
             own: tuple[int, ...] = row.shape[1:]
@@ -118,7 +116,7 @@ class Assembly:
                 own = lengths.padding.shape(path, row, lengths.whole)
             whole = _meta((batch.size, *own), row.dtype)
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        entry.on_load = partial(self.cache.count_batch, self._source, len(plan.task.ids), entry.hit)
+        self._count(plan, entry)
         self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
 
@@ -137,7 +135,7 @@ class Assembly:
         assert self.cache is not None
         key, source = self._source.key, self._source
         if self.cache.is_plain(key) or self.cache.is_refused(key):
-            self.cache.count_batch(source, len(plan.task.ids), None)
+            self._count(plan, None)
             return loaded.data
         studies = source.has_own_collate and self._stores(plan)
         if source.study.company is None or not studies:
@@ -191,17 +189,18 @@ class Assembly:
         if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
-        self._count(plan)
+        self._count(plan, plan.entry)
         return own_containers(data, structure.rebuild(self._tagged(batch, leaves, leaves)))
 
-    def _count(self, plan: Plan) -> None:
-        """Count a batch that was loaded, with its hits once they are used."""
+    def _count(self, plan: Plan, entry: PlannedEntry | None) -> None:
+        """Count a batch that was loaded, or its hits once they are used."""
         assert self.cache is not None
-        count = partial(self.cache.count_batch, self._source, len(plan.task.ids))
-        if plan.entry is None:
-            count(None)
+        size, is_random = len(plan.task.ids), self._source.is_random
+        if entry is None:
+            self.cache.counters.batch(size, None, is_random=is_random)
         else:
-            plan.entry.on_load = partial(count, plan.entry.hit)
+            count = self.cache.counters.batch
+            entry.on_load = partial(count, size, entry.hit, is_random=is_random)
 
     def _tagged(
         self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
@@ -260,7 +259,7 @@ class Assembly:
         padding, entry = study.padding, plan.entry
         if entry is not None and not (entry.view.padding == padding and entry.ready()):
             plan.entry = None
-        self._count(plan)
+        self._count(plan, plan.entry)
         batch = self._batch(plan, found.own, structure, {}, found.lengths, found)
         return own_containers(data, structure.rebuild(self._tagged(batch, leaves, found.own)))
 
@@ -352,11 +351,11 @@ class Assembly:
         lengths: Lengths | None,
         found: Found | None = None,
     ) -> Batch:
-        forget_lost(leaves, len(plan.task.ids))
-        plan.size = self._size(len(plan.task.ids), _whole(lengths))
-        source, task, entry, stores = self._source, plan.task, plan.entry, self._stores(plan)
+        source, task, entry = self._source, plan.task, plan.entry
         size, view = len(task.ids), None if entry is None else entry.view
+        plan.size = float(size) if lengths is None else self._size(size, lengths.whole)
         is_read = entry is not None and not entry.num_misses
+        stores = is_read or self._stores(plan)
         constants, metas = dict[str, Any](), dict(rows)
         kinds: dict[str, type] = dict.fromkeys(rows, Tensor)
         for path, leaf in leaves.items():
@@ -368,6 +367,7 @@ class Assembly:
             if isinstance(leaf, Tensor) and not (is_read and path in rows):
                 padding = None if lengths is None else lengths.padding
                 metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
+        forget_lost(constants, size)
         age = source.fingerprint.age
         if entry is not None:
             entry.is_given = True
@@ -426,10 +426,6 @@ def _shared(leaves: Mapping[str, Any]) -> str | None:
         return None
     pairs = combinations(dense.items(), 2)
     return next((path for (_, one), (path, other) in pairs if overlap(one, other)), None)
-
-
-def _whole(lengths: Lengths | None) -> tuple[int, ...] | None:
-    return None if lengths is None else lengths.whole
 
 
 def _wrap(rows: Any, batch: Batch, path: str) -> Any:

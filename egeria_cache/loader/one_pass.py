@@ -122,7 +122,7 @@ class Pass:
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
-            if self._loads_here and self._is_unfrozen():
+            if self._loads_here and not self._planner.planned and self._is_unfrozen():
                 return self._load_at_once()
             if torch.is_inference_mode_enabled():
                 with outside_inference_mode():
@@ -192,15 +192,15 @@ class Pass:
         """Load what has to be of the next batch, past the inner DataLoader, which takes 50 us."""
         if not self._loads_here or torch.autograd._profiler_enabled():
             return None
-        task = self._planner.take_planned()
-        if task is None:
+        if not self._planner.undispatched:
             return None
+        task = self._planner.undispatched.popleft().misses()
         if task.indices is None:
             return Loaded(task.number, None, frozenset())
         return self._source.load_planned(task)
 
     def _is_unfrozen(self) -> bool:
-        if not self._planner.is_idle or torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():
             return False  # a profile is to show DataLoader's own events
         return self._cache is None or self._cache.is_plain(self._source.key)
 

@@ -174,9 +174,12 @@ class Planner:
         self._is_exhausted = False
         self._is_read = False
         """Whether all of the batch that was planned last is to be read."""
-        self._planned: deque[Plan] = deque()
-        self._undispatched: deque[Plan] = deque()
-        """Those that are still to be loaded."""
+        self.planned: deque[Plan] = deque()
+        """Beyond what was taken."""
+        self.undispatched: deque[Plan] = deque()
+        """Those of them that are still to be loaded."""
+        self.is_midway = False
+        """Whether more batches are to come than the last few, ahead of need."""
         self._unread: deque[PlannedEntry] = deque()
         """What nobody has begun to read."""
         self._window = 0
@@ -184,11 +187,11 @@ class Planner:
 
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
-        while self._undispatched or self._draw(*self._outlook()):
-            yield self._undispatched.popleft().misses()
+        while self.undispatched or self._draw(*self._outlook()):
+            yield self.undispatched.popleft().misses()
 
     def take_indices(self) -> list[Any] | None:
-        """Return what the sampler draws next, past all planning: only while `is_idle`.
+        """Return what the sampler draws next, past all planning: only while nothing is `planned`.
 
         None at the end.
         """
@@ -206,29 +209,19 @@ class Planner:
             plans = self._plans([indices], (), seeds_all, number)
         return (plans or self._unknown([indices], seeds_all, number))[0].task
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is planned beyond what was taken."""
-        return not self._planned
-
-    @property
-    def is_midway(self) -> bool:
-        """Whether more batches are to come than the last few, ahead of need."""
-        left = self._num_foreseeable - self._next_number + len(self._planned)
-        return bool(self._planned) and left > _LAST
-
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
 
         While nothing can be read, nothing is drawn that DataLoader would not draw.
         """
         room = self._window + 1
-        if len(self._planned) < room or not self._window:
+        is_short = len(self.planned) < room and self._next_number < self._num_foreseeable
+        if is_short or not (self.planned and self._window):
             views, seeds_all = self._outlook()
             self._window = self._prefetcher.window if views else 0
             room = self._window + 1
-            while not self._planned or (
-                len(self._planned) < room and self._next_number < self._num_foreseeable
+            while not self.planned or (
+                len(self.planned) < room and self._next_number < self._num_foreseeable
             ):
                 # Where all is read, and nothing is on its way to disk, several are planned at a
                 # time: half of what a batch takes is the same for all of them.
@@ -238,8 +231,10 @@ class Planner:
                     views, seeds_all, max(1, min(_MOST_AT_ONCE, left)) if is_still else 1
                 ):
                     break
-        num_near = min(len(self._planned), room)
-        last = self._planned[num_near - 1].task.number if num_near and self._window else -1
+        if not self._unread:
+            return
+        num_near = min(len(self.planned), room)
+        last = self.planned[num_near - 1].task.number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
             try:
                 self._prefetcher.start(self._unread.popleft())
@@ -247,34 +242,26 @@ class Planner:
                 with self._beside():
                     raise
 
-    def take_planned(self) -> Task | None:
-        """Return the next task that is planned; None if none is."""
-        waiting = self._undispatched
-        return waiting.popleft().misses() if waiting else None
-
     def take(self, number: int) -> Plan:
         """Return the plan of that number, which is the next one unless order does not matter."""
-        self._prefetcher.release_before(number)
-        for plan in self._planned:
+        if self._prefetcher.rings:
+            self._prefetcher.release_before(number)
+        for plan in self.planned:
             if plan.task.number == number:
-                self._planned.remove(plan)
+                self.planned.remove(plan)
+                left = self._num_foreseeable - self._next_number + len(self.planned)
+                self.is_midway = bool(self.planned) and left > _LAST
                 return plan
         raise RuntimeError(f"batch {number} came without having been planned")
 
     def skip(self) -> None:
         """Forget the next plan: its samples could not be loaded."""
-        if self._planned:
-            self._planned.popleft()
+        if self.planned:
+            self.planned.popleft()
 
     def _outlook(self) -> tuple[Sequence[View], bool | None]:
-        """Return what can be read at the moment, deepest first, and whether all
-        generators are seeded; None if they are let be, in a thread beside the training."""
-        cache, source = self._cache, self._source
-        if cache is None:
-            return (), True
-        if cache.is_beside(source):
-            return (), None
-        return ((), False) if cache.is_plain(source.key) else (cache.readable(source.key), True)
+        """See `LoaderApi.outlook`."""
+        return ((), True) if self._cache is None else self._cache.outlook(self._source)
 
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)
@@ -293,12 +280,15 @@ class Planner:
         if not batches:
             return False
         plans = list[Plan]()
-        with self._beside():
+        try:
             plans = self._plans(batches, views, seeds_all, self._next_number)
+        except Exception:
+            with self._beside():
+                raise
         for plan in plans or self._unknown(batches, seeds_all, self._next_number):
             self._next_number += 1
-            self._planned.append(plan)
-            self._undispatched.append(plan)
+            self.planned.append(plan)
+            self.undispatched.append(plan)
             if plan.entry is not None:
                 self._unread.append(plan.entry)
         return True
@@ -334,6 +324,7 @@ class Planner:
         loads_hits = together or (studies and source.is_steady)
         stored = source.stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
+        axes, compares = source.axes, source.has_own_collate
         plans = []
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
@@ -343,8 +334,7 @@ class Planner:
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = self._task(number, indices, own, draws[start:stop].tolist(), seeds_all)
             if studies and not is_control:
-                compares = source.has_own_collate
-                task = task._replace(axes=source.axes, places=together, compares=compares)
+                task = task._replace(axes=axes, places=together, compares=compares)
             plans.append(
                 Plan(
                     task,

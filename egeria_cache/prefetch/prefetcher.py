@@ -102,6 +102,8 @@ class PlannedEntry:
         """Whether the batch was given out."""
         self.was_used = False
         self._reading: Future[bool] | Deferred | None = None
+        self._prefetcher: Prefetcher | None = None
+        """By which it is read when it is asked for, if nobody has read it with another one."""
         self._is_read: bool | None = None
         """Whether its rows are there; None: it was read neither alone nor beside another one."""
         self._process = os.getpid()
@@ -117,10 +119,16 @@ class PlannedEntry:
 
     def ready(self) -> bool:
         """Wait until the rows are there. False if they could not be read, or became stale."""
-        if self._reading is None or self._process != os.getpid():
+        if not self.alive:
             return False  # a forked child has no reader that would ever answer
+        if self._rows is not None:
+            return True
         try:
-            return self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
+            if self._prefetcher is not None:
+                self._reading, self._prefetcher = self._prefetcher.deferred(self), None
+            return self._reading is not None and (
+                self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
+            )
         except Exception as error:
             if not is_beside(error):
                 raise
@@ -135,19 +143,19 @@ class PlannedEntry:
             LookupError: They became stale, or can no longer be read.
         """
         self.was_used = True
-        rows = self._load()
+        if not self.alive:
+            raise LookupError("the generation was voided")
+        rows, self._rows = self._rows, None
+        if rows is None:
+            rows = self._load_again()
+        elif self.view.is_late or self.whole is not None:
+            rows = self._widened(_on_device(rows, self.view))
         if self.on_load is not None:
             self.on_load()
             self.on_load = None
         return rows
 
-    def _load(self) -> dict[str, Tensor]:
-        if not self.alive:
-            raise LookupError("the generation was voided")
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            rows = _on_device(rows, self.view)
-            return rows if self.whole is None else self._widened(rows)
+    def _load_again(self) -> dict[str, Tensor]:
         if self._ring is not None:
             assert self._place is not None
             with suppress(LookupError):
@@ -206,36 +214,47 @@ class Prefetcher:
         self._closed = False
         self.has_waited = False
         """Whether something was not in memory: from then on all is read ahead."""
-        self._rings: set[Ring] = set()
+        self.rings: set[Ring] = set()
+        """That this pass reads from."""
+        self._near: View | None = None
+        """The view that was read from last, if its rows are needed on no device."""
         self._deferred: deque[PlannedEntry] = deque()
         """What the training thread is to read, in its order."""
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
-        if entry._reading is None and not self._closed and self._readers is not None:
-            read, view = partial(self._read, entry), entry.view
+        is_new = entry._reading is None and entry._prefetcher is None
+        if is_new and not self._closed and self._readers is not None:
+            view = entry.view
+            if view is not self._near:
+                self._near = None if needs_ring(view.device) else view
             is_short = entry.num_hits * view.cut.row_bytes <= SHORT_BYTES
-            if is_short and not (self.has_waited or needs_ring(view.device)):
-                entry._reading = Deferred(self, self._readers, read)
+            if is_short and self._near is not None and not self.has_waited:
+                entry._prefetcher = self
                 self._deferred.append(entry)
                 return
             try:
-                entry._reading = self._readers.submit(read)
+                entry._reading = self._readers.submit(self._read, entry)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
 
+    def deferred(self, entry: PlannedEntry) -> Deferred:
+        """Return the read of an entry that the calling thread is to do."""
+        assert self._readers is not None
+        return Deferred(self, self._readers, partial(self._read, entry))
+
     def release_before(self, number: int) -> None:
         """Batches before `number` were used; the most recent ones stay resident."""
-        for ring in list(self._rings):  # readers add to it
+        for ring in list(self.rings):  # readers add to it
             ring.release_before(self._first + number - self.window)
 
     def close(self) -> None:
         """Stop reading ahead. What is on the device stays there for the next pass."""
         self._closed = True
         self._deferred.clear()
-        for ring in list(self._rings):
+        for ring in list(self.rings):
             ring.release_before(self._first + (1 << 40))
-        self._rings.clear()
+        self.rings.clear()
 
     def _read(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read an entry's rows; whether they are there.
@@ -248,7 +267,9 @@ class Prefetcher:
             return False
         view = entry.view
         if in_memory:
-            return self._read_short(entry)
+            if entry._is_read is None:  # and with it those behind it: they wait for no disk
+                self._read_together(self._neighbours(entry), in_memory=True)
+            return bool(entry._is_read)
         if view.is_spread or not needs_ring(view.device):
             return self._read_whole(entry)
         ring, number = self._ring_of(view), self._first + entry.number
@@ -278,7 +299,7 @@ class Prefetcher:
                 sizes = [[row.shape[d] for d, _ in one.dims] for row in tensors[ACTIVATION + name]]
                 rest[SIZES + name] = torch.tensor(sizes)
             if ring.insert(number, samples[new], entry.draws[new], rows, rest):
-                self._rings.add(ring)
+                self.rings.add(ring)
                 with suppress(LookupError):  # it was closed meanwhile, or lengths are not known
                     self._place(entry, ring, samples)
                     return True
@@ -297,12 +318,6 @@ class Prefetcher:
             if (torch.as_tensor(kept[SIZES + name]) > torch.tensor(sizes)).any():
                 raise LookupError("a row is larger than is known to be right")
         entry._place, entry._ring = place, ring
-
-    def _read_short(self, entry: PlannedEntry) -> bool:
-        """Read an entry's rows, and with them those behind it: they wait for no disk."""
-        if entry._is_read is None:
-            self._read_together(self._neighbours(entry), in_memory=True)
-        return bool(entry._is_read)
 
     def _neighbours(self, first: PlannedEntry) -> list[PlannedEntry]:
         """Return an entry, and the deferred ones behind it that are read with it."""
@@ -348,7 +363,7 @@ class Prefetcher:
         for path, kind in entry.view.kept.items():
             rows = found[KEPT + path]
             if padding is None or longest is None or path not in padding.values:
-                rows = _column(kind, rows)
+                rows = rows if isinstance(rows, Tensor) else _column(kind, rows)
             else:
                 rows = padding.padded(path, rows, longest)
             is_pinned = pin and isinstance(rows, Tensor)
@@ -468,8 +483,6 @@ def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
 
 def _column(kind: type, rows: Any) -> Rows:
     """Return the kept values of a batch as its collate function made them."""
-    if isinstance(rows, Tensor):
-        return rows
     if issubclass(kind, Tensor):
         return torch.stack(tuple(rows))
     return tuple(rows) if kind is tuple else list(rows)

@@ -87,6 +87,11 @@ class View:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
 
+    @cached_property
+    def tagged(self) -> tuple[str, ...]:
+        """Leaves among those kept that know their samples."""
+        return tuple(path for path in self.kept if path in self.cut.tagged)
+
     @property
     def growth(self) -> Mapping[str, Any]:
         """How they are padded, of the activations that are."""
@@ -113,8 +118,6 @@ class View:
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
-        if not self.constants:
-            return {}
         return {
             path: counting(value, batch_size) if path in self.counts else copy.copy(value)
             for path, value in self.constants.items()

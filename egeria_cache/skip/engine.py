@@ -364,8 +364,7 @@ class SkipEngine:
         """A batch is given out that knows its samples, with which the model is called somehow."""
         if self.is_aside:
             self.stand_in()
-        if not self.scout.is_done:
-            self.scout.look_out()
+        self.scout.look_out()
 
     def _is_of_the_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is the training's, and not one of a thread that is beside it: no such one

@@ -104,7 +104,7 @@ def inner(module, original, *args):
 
 
 def run(modules: list[nn.Module]) -> None:
-    depth = calls.depth()
+    depth = len(calls.LOCAL.active)
     try:
         with (
             calls.intercept(modules, outer),
@@ -131,4 +131,4 @@ def test_an_interrupt_at_any_line_leaves_no_module_taken_over():
         left = ["forward" in vars(module) for module in modules]
         assert left == [False, False, True], f"interrupted at line {number} of {whole.count}"
         assert modules[2].forward is own
-        calls._LOCAL.active.clear()
+        calls.LOCAL.active.clear()
