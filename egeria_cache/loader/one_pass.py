@@ -176,7 +176,9 @@ class Pass:
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change_midway(what)
         batch = self._assembly.assemble(plan, loaded)
-        self._progress.count(plan.task.number)
+        if self._progress.drawn:
+            self._progress.follow(plan.task.number)
+        self._progress.yielded += 1
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
@@ -220,7 +222,9 @@ class Pass:
         if loaded is None:
             loaded = samples.load(self._planner.task_of(indices))
         batch = self._source.collate(loaded)
-        self._progress.count()
+        if self._progress.drawn:
+            self._progress.follow(self._progress.yielded)
+        self._progress.yielded += 1
         return batch
 
     def _note_step(self) -> float:

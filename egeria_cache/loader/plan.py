@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,10 @@ class Planner:
         """
         self._index_batches = index_batches
         self._source, self._clock, self._cache = source, clock, cache
+        self._outlook: Callable[[], tuple[Sequence[View], bool | None]] = lambda: ((), True)
+        """See `LoaderApi.outlook`."""
+        if cache is not None:
+            self._outlook = partial(cache.outlook, source)
         self._prefetcher = prefetcher
         self._beside = beside
         self._next_number = first_number
@@ -258,10 +263,6 @@ class Planner:
         """Forget the next plan: its samples could not be loaded."""
         if self.planned:
             self.planned.popleft()
-
-    def _outlook(self) -> tuple[Sequence[View], bool | None]:
-        """See `LoaderApi.outlook`."""
-        return ((), True) if self._cache is None else self._cache.outlook(self._source)
 
     def _next_indices(self) -> Sequence[Any] | None:
         indices = None if self._is_exhausted else next(self._index_batches, None)

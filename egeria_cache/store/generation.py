@@ -5,14 +5,13 @@ Thread-safe. Disk trouble of any kind ends in one warning and in misses, never i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
-from egeria_cache.store.disk.files import ENTRY, Entries, GenerationFiles, Totals, salvaged
+from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, salvaged
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import read
@@ -46,6 +45,7 @@ SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
+_TROUBLE = GoneError, OSError, MemoryError
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -67,8 +67,8 @@ class Located(NamedTuple):
     """Where the records of B samples are."""
 
     keys: list[bytes]
-    entries: Entries
-    """Shape (B,), of size 0 where there is none."""
+    entries: Any
+    """`Entries`, shape (B,), of size 0 where there is none; None: it is looked up with the read."""
 
     @property
     def found(self) -> npt.NDArray[np.bool_]:
@@ -156,9 +156,12 @@ class Generation:
         return self._look()
 
     def _look(self) -> int:
-        with self._trouble(), self._files.reading() as view:
-            self.totals = view.totals()
-            return view.num_records
+        try:
+            with self._files.reading() as view:
+                self.totals = view.totals()
+                return view.num_records
+        except _TROUBLE as error:
+            self._missed(error)
         return 0
 
     # -- reading ----------------------------------------------------------------------------
@@ -166,22 +169,19 @@ class Generation:
     def locate(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> Located:
         """Look up where samples are stored, by whichever process."""
         keys = encode_keys(ids, variant)
-        with self._trouble():
+        try:
             return Located(keys, self._files.locate(keys))
+        except _TROUBLE as error:
+            self._missed(error)
         return Located(keys, np.zeros(len(keys), ENTRY))
 
     def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored, by whichever process."""
         return self.locate(ids, variant=variant).found
 
-    @contextlib.contextmanager
-    def _trouble(self) -> Iterator[None]:
+    def _missed(self, error: Exception) -> None:
         """What goes wrong between training and the disk is a miss, and one warning."""
-        try:
-            yield
-        except GoneError:
-            pass
-        except (OSError, MemoryError) as error:  # of now: nothing is wrong with what is stored
+        if not isinstance(error, GoneError):  # of now: nothing is wrong with what is stored
             self._warn(f"cannot be read now: {error}")
 
     def get_batch(
@@ -204,7 +204,7 @@ class Generation:
             bare tensor if that was put; an empty dict if nothing was found.
         """
         with without_modes():
-            return self._read(encode_keys(ids, variant), None, pin_memory, False)
+            return self.get_located(Located(encode_keys(ids, variant), None), pin_memory=pin_memory)
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
@@ -220,16 +220,13 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        return self._read(*located, pin_memory, in_memory)
-
-    def _read(
-        self, keys: list[bytes], entries: Entries | None, pin_memory: bool, in_memory: bool
-    ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        num_hits, num_corrupt, num_samples = 0, 0, len(keys)
-        with self._trouble():
-            fetched = read(self._files, keys, entries, pin_memory, in_memory)
+        num_hits, num_corrupt, num_samples = 0, 0, len(located.keys)
+        try:
+            fetched = read(self._files, *located, pin_memory, in_memory)
             num_corrupt = fetched.num_corrupt
             num_hits = 0 if self._stopped else fetched.num_hits  # it became void meanwhile
+        except _TROUBLE as error:
+            self._missed(error)
         self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
         if not num_hits:
             return {}, np.zeros(num_samples, np.bool_)

@@ -331,7 +331,7 @@ class Invocation:
         leaf = self.leaves[position]
         shape: tuple[Any, ...] = tuple(leaf.shape)
         lengths, tagged = self.batch.lengths, self.tagged.get(position)
-        if tagged is not None and tagged.fold != Fold():
+        if tagged is not None and tagged.chain and tagged.fold != Fold():
             return (tagged.fold, *shape[1:])
         if not shape or shape[0] != self.batch.size:
             return shape
