@@ -55,19 +55,13 @@ class LoaderApi:
         self._status = status
         self._boundary = boundary
         self._host = host
-        self._policy = policy = status.policy
+        self.policy = status.policy
         self.counters = status.counters
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
         self._stats = stats
         self.views = status.views.of
         """The generations a loader's samples may be read from now, deepest boundary first."""
-        self.wants_timing = policy.wants_timing
-        """Whether it is still to be seen what a batch of a loader costs without a cache."""
-        self.loaded = policy.loaded
-        """A loader's batch took so many seconds of processor time to load, those of workers too."""
-        self.took_planning = policy.took_beside
-        """All but loading took so many seconds until a batch was given out."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.leave_uncached, self.failed = host.leave_uncached, host.failed_for
         self.gather = gather
@@ -164,7 +158,7 @@ class LoaderApi:
         boundary = self._status.boundary
         if boundary is None or not entry.serves_most:
             return False
-        return self._policy.wants_control(entry.view.loader_name, boundary)
+        return self.policy.wants_control(entry.view.loader_name, boundary)
 
     def is_beside(self, source: LoaderSource) -> bool:
         """Whether a loader without workers is passed in another thread than the training's: what
@@ -179,38 +173,30 @@ class LoaderApi:
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""
         if self._status.boundary is not None or self._status.is_sought:
-            self._policy.begins(loader_name, epoch, num_batches)
+            self.policy.begins(loader_name, epoch, num_batches)
             self._boundary.engine.stand_in()
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""
         if self._status.boundary is not None:
-            self._policy.beside_s += seconds
-
-    def took_looking(self, seconds: float) -> None:
-        """To look at the samples of a batch that was loaded, and mark them, took so long."""
-        self._policy.proof_s += seconds
+            self.policy.beside_s += seconds
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         status = self._status
         is_unset = status.boundary is None and not status.is_sought
-        return is_unset or loader_name in self._policy.idle
+        return is_unset or loader_name in self.policy.idle
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
             self.counters.yielded_closed()
         else:
-            if not self._policy.idle:  # else the model is called with batches that nobody follows
+            if not self.policy.idle:  # else the model is called with batches that nobody follows
                 self.counters.yielded(batch)
             engine = self._boundary.engine
             if engine.is_aside or not engine.scout.is_done:
                 engine.look_out()
-
-    def count_refetched(self, num_samples: int) -> None:
-        """Note samples that were planned as hits, and had to be reloaded."""
-        self.counters.counts.refetched += num_samples
 
     def data_settled(self, loader_name: str) -> None:
         """The data set that had changed is the same as in the last pass."""
@@ -226,7 +212,7 @@ class LoaderApi:
         is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
-        status, policy = self._status, self._policy
+        status, policy = self._status, self.policy
         boundary = status.boundary
         if boundary is None or not num_samples:
             return

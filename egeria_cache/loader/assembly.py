@@ -87,7 +87,7 @@ class Assembly:
         if entry is None or plan.loads_hits:
             began = time.perf_counter()
             batch = self._tag(plan, loaded)
-            self.cache.took_looking(time.perf_counter() - began)
+            self.cache.policy.proof_s += time.perf_counter() - began
             return batch
         view, num_misses, misses = entry.view, entry.num_misses, dict[str, Any]()
         if num_misses:
@@ -124,7 +124,7 @@ class Assembly:
         """Load a whole batch in this process: what was planned to be read cannot be."""
         assert self.cache is not None
         assert plan.entry is not None
-        self.cache.count_refetched(plan.entry.num_hits)
+        self.cache.counters.counts.refetched += plan.entry.num_hits
         task = plan.task.take(np.ones(len(plan.task.ids), bool))
         if self._source.axes:
             return self._tag(plan, self._source.measure(task))
@@ -408,7 +408,7 @@ def _load_rows(
 ) -> Mapping[str, Rows]:
     """Load some rows of a batch that was yielded without them, as long as the batch is."""
     if cache is not None:
-        cache.count_refetched(int(rows.sum()))
+        cache.counters.counts.refetched += int(rows.sum())
     leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
     return leaves if lengths is None else lengths.widened(leaves)
 

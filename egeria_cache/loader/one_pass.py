@@ -76,7 +76,7 @@ class Pass:
         """Batches that were given out, and their steps not noted: a trainer may ask for the next
         one before it computes (Accelerate does)."""
         self._since, self._num_calls = 0.0, 0
-        self._times_loading = cache is not None and cache.wants_timing(loader.source.key)
+        self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         self._assembly.cache = cache
         # Workers have data of their own, as they have under DataLoader.
@@ -185,7 +185,7 @@ class Pass:
             self._num_calls = 0 if self._cache is None else self._cache.counters.num_calls
         self._steps.append(plan)
         if plan.entry is None and self._cache is not None:
-            self._cache.took_planning(time.perf_counter() - asked + loads)
+            self._cache.policy.took_beside(time.perf_counter() - asked + loads)
         if self._times_loading:
             self._note_loading(loaded.load_s)
         return batch
@@ -246,8 +246,8 @@ class Pass:
     def _note_loading(self, seconds: float) -> None:
         """Tell the cache what a batch cost without it, as far as it wants to know."""
         assert self._cache is not None
-        self._cache.loaded(self._source.key, seconds)
-        self._times_loading = self._cache.wants_timing(self._source.key)
+        self._cache.policy.loaded(self._source.key, seconds)
+        self._times_loading = self._cache.policy.wants_timing(self._source.key)
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader

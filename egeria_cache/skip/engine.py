@@ -46,8 +46,7 @@ from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
-from egeria_cache.skip.state.content import ContentHash
-from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
+from egeria_cache.skip.state.guards import SEEN_LATE, ContentHash, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
 from egeria_cache.threads import (
     has_other_operations,

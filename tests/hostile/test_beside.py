@@ -46,7 +46,7 @@ PLACES = {
     "skip.serve.replay": "prefix replay",
     "skip.serve.replay.CaptureRun": "_finish",
     "skip.model.frozen.RequiresGradWatch": "thawed",
-    "skip.state.content.ContentHash": "of",
+    "skip.state.guards.ContentHash": "of",
     "skip.state.guards.PrefixGuard": "changed",
     "skip.state.surroundings.Surroundings": "now",
     "store.generation.Generation": "put_batch",

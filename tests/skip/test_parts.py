@@ -11,8 +11,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
-from egeria_cache.skip.state.content import ContentProbe
-from egeria_cache.skip.state.guards import PrefixGuard
+from egeria_cache.skip.state.guards import ContentProbe, PrefixGuard
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_of_an_object_that_modules_hold_what_is_read_counts(key, value, is_serve
     assert_same_run(harness, call, BATCHES)
     assert plan_of(harness).objects[id(harness.model.early.settings)] == {"scale"}
     setattr(harness.model.early.settings, key, value)
-    assert (harness.engine._plans.guards()[0].changed() is None) == is_served
+    assert (harness.engine._plans.guards[0].changed() is None) == is_served
 
 
 # ---- shapes changed in place, and checkpointing ------------------------------------------------

@@ -107,7 +107,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     _check_company(traced, plan)
     tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
-    plan.modes = plan.present_modes()
+    plan.modes = tuple(module.training for module in plan.not_skipped)
     plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
     rows = _check_replay(traced, prober, plan)

@@ -17,7 +17,7 @@ from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.state.content import ContentHash
+from egeria_cache.skip.state.guards import ContentHash
 from egeria_cache.skip.state.hooks import hooks_of
 from egeria_cache.skip.state.watch import watched_attributes
 

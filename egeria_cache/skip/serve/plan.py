@@ -162,10 +162,6 @@ class ReplayPlan:
         """The modules around and behind the boundary of which code before it reads anything."""
         return [*self.ancestors, *self.others]
 
-    def present_modes(self) -> tuple[bool, ...]:
-        """Return what `modes` would be now."""
-        return tuple(map(_is_training, self.not_skipped))
-
     def lies_beyond(self, name: str) -> bool:
         """Whether its boundary comes after the module `name`, or contains it."""
         return name.startswith(self.boundary + ".") or any(

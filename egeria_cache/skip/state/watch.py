@@ -332,8 +332,7 @@ class StateWatch:
         self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
         self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
         self._kinds = list(map(type, self._classed))
-        self._no_places = [place for place, _ in layout.absent]
-        self._no_keys = [key for _, key in layout.absent]
+        self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
 
     def _moot(self) -> set[tuple[int, str]]:
         """Return what decides nothing: (id of a held module's attributes, key)."""
@@ -363,7 +362,7 @@ class StateWatch:
             values = self._look()
             if (
                 not any(self._empty)
-                and not any(map(contains, self._no_places, self._no_keys))
+                and not any(map(contains, *self._absent))
                 and values == self._values
                 and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
                 and list(map(len, self._places)) == self._sizes

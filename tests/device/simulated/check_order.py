@@ -17,7 +17,7 @@ from egeria_cache import device as devices
 from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.ring import Ring
 from egeria_cache.skip.state import content
-from egeria_cache.skip.state.content import ContentProbe
+from egeria_cache.skip.state.guards import ContentProbe
 from tests.device.late import late
 from tests.device.simulated.runs import DEVICE
 
