@@ -58,7 +58,7 @@ NAMED = (
     ("DataLoader's own iterator", _SingleProcessDataLoaderIter, "_next_data"),
     ("handing reads in", prefetch.Prefetcher, "start"),
     ("waiting for reads", prefetch.PlannedEntry, "ready"),
-    ("reading", prefetch.Prefetcher, "_read"),
+    ("reading", prefetch.Prefetcher, "read"),
     ("putting the batch together", assembly.Assembly, "assemble"),
     ("putting the batch together", assembly.Assembly, "_batch"),
     ("tagged tensors", assembly, "without_data"),

@@ -177,8 +177,9 @@ class Pass:
                     self._loader._note_change_midway(what)
         batch = self._assembly.assemble(plan, loaded)
         if self._progress.drawn:
-            self._progress.follow(plan.task.number)
-        self._progress.yielded += 1
+            self._progress.count(plan.task.number)
+        else:  # no sampler's state is to be kept in step
+            self._progress.yielded += 1
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
@@ -222,9 +223,7 @@ class Pass:
         if loaded is None:
             loaded = samples.load(self._planner.task_of(indices))
         batch = self._source.collate(loaded)
-        if self._progress.drawn:
-            self._progress.follow(self._progress.yielded)
-        self._progress.yielded += 1
+        self._progress.count()
         return batch
 
     def _note_step(self) -> float:

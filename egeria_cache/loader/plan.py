@@ -296,22 +296,12 @@ class Planner:
 
     def _unknown(self, batches: list[list[Any]], seeds_all: bool | None, first: int) -> list[Plan]:
         """Return plans of samples of which no more can be told than what the sampler drew."""
+        seed = None if seeds_all is None else self._source.seed
         return [
-            Plan(self._task(number, indices, ids, [0] * len(ids), seeds_all))
+            Plan(Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all)))
             for number, indices in enumerate(batches, first)
             for ids in [[("", repr(index)) for index in indices]]
         ]
-
-    def _task(
-        self,
-        number: int,
-        indices: list[Any],
-        ids: Sequence[SampleId],
-        draws: list[int],
-        seeds_all: bool | None,
-    ) -> Task:
-        seed = None if seeds_all is None else self._source.seed
-        return Task(number, indices, ids, draws, seed, bool(seeds_all))
 
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
@@ -325,7 +315,7 @@ class Planner:
         loads_hits = together or (studies and source.is_steady)
         stored = source.stored_as(draws) if views else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
-        axes, compares = source.axes, source.has_own_collate
+        seed = None if seeds_all is None else source.seed
         plans = []
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
@@ -333,9 +323,10 @@ class Planner:
             entry = best_entry(places, start, stop, number, own, stored[start:stop])
             self._is_read = entry is not None and not entry.num_misses
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
-            task = self._task(number, indices, own, draws[start:stop].tolist(), seeds_all)
-            if studies and not is_control:
-                task = task._replace(axes=axes, places=together, compares=compares)
+            task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))
+            if studies and not is_control and (loads_hits or not self._is_read):
+                compares = source.has_own_collate
+                task = task._replace(axes=source.axes, places=together, compares=compares)
             plans.append(
                 Plan(
                     task,

@@ -86,8 +86,10 @@ class Progress:
         """Return values that JSON can write, if those of a sampler are; a few kilobytes."""
         return {"version": VERSION} | {name: getattr(self, name) for name in _STORED}
 
-    def follow(self, number: int) -> None:
-        """The batch of this number in the pass is given out, for which the sampler had a state."""
+    def count(self, number: int | None = None) -> None:
+        """A batch is given out: of this number in the pass, or the next."""
+        number = self.yielded if number is None else number
+        self.yielded += 1
         for _ in range(min(number + 1 - self.front, len(self.drawn))):
             self.sampler = self.drawn.popleft()
         self.front = max(self.front, number + 1)

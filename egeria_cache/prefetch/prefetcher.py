@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from itertools import compress, count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,7 @@ class PlannedEntry:
             return True
         try:
             if self._prefetcher is not None:
-                self._reading, self._prefetcher = self._prefetcher.deferred(self), None
+                self._reading, self._prefetcher = Deferred(self._prefetcher, self), None
             return self._reading is not None and (
                 self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
             )
@@ -207,7 +207,7 @@ class Prefetcher:
         """
         self.window = ring_batches
         """How many batches ahead of the one to be yielded are read."""
-        self._readers = readers
+        self.readers = readers
         self._pin_memory = pin_memory
         self._first = next(_passes) << 40
         """Number of this pass's first batch in a ring: later than all of the passes before."""
@@ -224,7 +224,7 @@ class Prefetcher:
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
         is_new = entry._reading is None and entry._prefetcher is None
-        if is_new and not self._closed and self._readers is not None:
+        if is_new and not self._closed and self.readers is not None:
             view = entry.view
             if view is not self._near:
                 self._near = None if needs_ring(view.device) else view
@@ -234,14 +234,9 @@ class Prefetcher:
                 self._deferred.append(entry)
                 return
             try:
-                entry._reading = self._readers.submit(self._read, entry)
+                entry._reading = self.readers.submit(self.read, entry)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
-
-    def deferred(self, entry: PlannedEntry) -> Deferred:
-        """Return the read of an entry that the calling thread is to do."""
-        assert self._readers is not None
-        return Deferred(self, self._readers, partial(self._read, entry))
 
     def release_before(self, number: int) -> None:
         """Batches before `number` were used; the most recent ones stay resident."""
@@ -256,7 +251,7 @@ class Prefetcher:
             ring.release_before(self._first + (1 << 40))
         self.rings.clear()
 
-    def _read(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
+    def read(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
         """Read an entry's rows; whether they are there.
 
         Raises:
@@ -341,7 +336,7 @@ class Prefetcher:
         """Read all rows of batches from one view, and keep them with these."""
         view = entries[0].view
         tensors, found = view.generation.get_located(
-            Located.joined([one.located for one in entries]),
+            Located.joined(list(map(_located, entries))),
             pin_memory=pins(view.device), in_memory=in_memory,
         )  # fmt: skip
         start = 0
@@ -420,6 +415,9 @@ class Prefetcher:
             return view.ring
 
 
+_located = attrgetter("located")
+
+
 def needs_ring(device: torch.device) -> bool:
     """Whether rows are gathered from a ring on the device.
 
@@ -490,9 +488,6 @@ def _column(kind: type, rows: Any) -> Rows:
 
 _MOST = 4
 """Readers: each takes a core, and the interpreter, from training as well."""
-Read = Callable[[bool], bool]
-"""Reads a batch: (only if all of it is in memory) -> whether its rows are there. Raises
-`NotInMemoryError`."""
 
 
 class Deferred:
@@ -501,9 +496,9 @@ class Deferred:
     What is not in memory is a reader's all the same: a disk may take its time, and hang.
     """
 
-    def __init__(self, prefetcher: Prefetcher, readers: ReaderThreads, read: Read) -> None:
-        self._prefetcher, self._readers = prefetcher, readers
-        self._read: Read | None = read
+    def __init__(self, prefetcher: Prefetcher, entry: PlannedEntry) -> None:
+        self._prefetcher, self._entry = prefetcher, entry
+        self._is_new = True
         self._handed_in: Future[bool] | None = None
         self._is_there = False
 
@@ -513,14 +508,16 @@ class Deferred:
         Raises:
             TimeoutError: A reader took longer than so many seconds.
         """
-        read, self._read = self._read, None
-        if read is not None:
+        is_new, self._is_new = self._is_new, False
+        if is_new:
+            read = self._prefetcher.read
             try:
                 with without_modes():
-                    self._is_there = read(True)
+                    self._is_there = read(self._entry, in_memory=True)
             except NotInMemoryError:
+                assert self._prefetcher.readers is not None
                 self._prefetcher.has_waited = True
-                self._handed_in = self._readers.submit(read, False)
+                self._handed_in = self._prefetcher.readers.submit(read, self._entry)
         return self._is_there if self._handed_in is None else self._handed_in.result(timeout)
 
 

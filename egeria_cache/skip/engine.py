@@ -684,8 +684,10 @@ class SkipEngine:
         """Whether recomputed hits were what was stored, as far as that is known by now."""
         for error, (batch, mask, name, boundary, most) in self._audits.come(wait=wait):
             if not float(error) <= most:
-                if self._is_another(wait=True):  # written to since a device was last asked
-                    return False
+                for guard in self._plans.guards:  # written to since a device was last asked
+                    if (reason := guard.changed(wait=True)) is not None:
+                        self._void(reason, guard)
+                        return False
                 finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
                 self.host.audit_failed(batch, mask, finding)
                 return False
@@ -785,16 +787,10 @@ class SkipEngine:
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
-        self._is_another()
-
-    def _is_another(self, *, wait: bool = False) -> bool:
-        """Whether the prefix has changed; if so, what is stored of it is void."""
         for guard in self._plans.guards:
-            reason = guard.changed(wait=wait)
-            if reason is not None:
+            if (reason := guard.changed()) is not None:
                 self._void(reason, guard)
-                return True
-        return False
+                break
 
     def _retreat(self, name: str) -> None:
         """A part of the prefix is trained from now on: cut before it, or not at all."""

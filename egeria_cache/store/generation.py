@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +81,8 @@ class Located(NamedTuple):
         """Return those of all, in their order."""
         if len(parts) == 1:
             return parts[0]
-        keys = [key for one in parts for key in one.keys]
-        return cls(keys, np.concatenate([one.entries for one in parts]))
+        keys, entries = zip(*parts, strict=True)
+        return cls(list(chain.from_iterable(keys)), np.concatenate(entries))
 
     def rows(self, start: int, stop: int) -> Located:
         """Return those of some of the samples."""

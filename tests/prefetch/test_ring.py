@@ -249,7 +249,8 @@ def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
 
 def deferred(readers, read):
     prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
-    return prefetcher, Deferred(prefetcher, readers, read)
+    prefetcher.read = lambda entry, in_memory=False: read(in_memory)
+    return prefetcher, Deferred(prefetcher, None)
 
 
 def test_a_short_read_is_done_by_who_asks_once(readers):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product, zip_longest
-from operator import contains, itemgetter
+from operator import contains, itemgetter, methodcaller
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -61,7 +61,7 @@ _MOOT: dict[str, Any] = {
 """What decides nothing in inference mode, in which skipped modules are, if it is PyTorch's code
 alone that reads it: schedules go through all of a model.
 """
-_get = itemgetter.__call__
+_get, _call = itemgetter.__call__, methodcaller("__call__")
 
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class StateWatch:
     def _look(self) -> list[Any]:
         """Return all that is there now: it begins with a number."""
         standing = map(_get, self._getters, self._found)
-        seen = [look() for look in self._looks]
+        seen = map(_call, self._looks)
         return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
 
     def changed(self) -> str | None:
