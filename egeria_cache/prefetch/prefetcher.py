@@ -448,6 +448,11 @@ def _put_together(
     return found
 
 
+_NUMPYS = frozenset({torch.float32, torch.float16, torch.float64, torch.int64, torch.complex128})
+"""Which NumPy has too; others go as integers of their size."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _part(tensors: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
     """Return some rows as nobody could tell from ones that were read alone: what is written to them
     is written to no others in autograd's books.
@@ -457,12 +462,11 @@ def _part(tensors: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         if not isinstance(rows, Tensor):
             found[name] = rows[start:stop]
             continue
-        flat = rows.reshape(-1).view(torch.uint8).numpy()
-        size = len(flat) // len(rows)
-        part = torch.from_numpy(flat[start * size : stop * size])
+        known = rows if rows.dtype in _NUMPYS else rows.view(_INTEGERS[rows.element_size()])
+        part = torch.from_numpy(known.numpy()[start:stop])
         if part.data_ptr() % ALIGNMENT:
             part = part.clone()
-        found[name] = part.view(rows.dtype).view(stop - start, *rows.shape[1:])
+        found[name] = part if known is rows else part.view(rows.dtype)
     return found
 
 

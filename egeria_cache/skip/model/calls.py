@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -93,14 +94,11 @@ def put_back(replaced: Replaced) -> None:
         if one is replaced:
             begin = place
             break
-    for one in reversed(active[begin:]):
-        while one:
-            own, key, before = one[-1]
-            if before is _MISSING:
-                own.pop(key, None)
-            else:
-                own[key] = before
-            one.pop()
+    for own, key, before in reversed([*chain.from_iterable(active[begin:])]):
+        if before is _MISSING:
+            own.pop(key, None)
+        else:
+            own[key] = before
     del active[begin:]
 
 
