@@ -187,7 +187,7 @@ MUTATIONS = {
     ),
     "a replay that could not be finished is not undone": Mutation(
         file="egeria_cache/skip/serve/replay.py",
-        old="                torch.set_rng_state(generators)\n",
+        old="            torch.set_rng_state(generators)\n",
         new="",
         caught_by="tests/skip/test_adversarial.py",
     ),
