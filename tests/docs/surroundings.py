@@ -242,7 +242,7 @@ AROUND = {
         return (model(inputs).argmax(1) == targets).float().mean().item()
     """,
         """
-    assert suggestion.trials and controller.policy.schedule == [(0, suggestion.boundary)]
+    assert harms and controller.policy.schedule == [(0, boundary)]
     controller.close()
     """,
     ),
