@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
-from functools import partial
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
@@ -145,6 +145,7 @@ def _loaded(path: str) -> Any:
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
+@lru_cache(256)
 def _told(what: str, does: Callable[..., Any]) -> Callable[..., Any]:
     def told(*args: Any, **kwargs: Any) -> Any:
         state = _BESIDE.get()
