@@ -14,7 +14,7 @@ from egeria_core.errors import EvaluatorError, LayerError, PolicyError
 from egeria_core.history import History
 from egeria_core.plasticity import sp_loss
 from egeria_core.policies import Policy, StaticPolicy
-from egeria_core.suggest import suggest_boundary
+from egeria_core.suggest import Suggestion, Trial, suggest_boundary
 from egeria_core.watch import Layer, find_layers
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "Policy",
     "PolicyError",
     "StaticPolicy",
+    "Suggestion",
+    "Trial",
     "find_layers",
     "sp_loss",
     "suggest_boundary",

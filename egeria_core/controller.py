@@ -433,7 +433,10 @@ class FreezeController:
         return f"FreezeController({type(self.policy).__name__}, step {self._step}, frozen {frozen})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next decisions depend on, in plain containers and numbers."""
+        """Return what the next decisions depend on: plain containers, numbers and CPU tensors.
+
+        Waits for an evaluation in flight. Under DDP, rank 0's holds the reference.
+        """
         return {
             "step": self._step,
             "every": self._every,

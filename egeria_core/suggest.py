@@ -9,16 +9,65 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from egeria_cache.skip import RandomState
+from egeria_cache.tables import as_text
 from egeria_core.policies import StaticPolicy
 from egeria_core.ranks import unwrap
 from egeria_core.reference import without_hooks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A short training with everything up to `boundary` frozen from its first step on."""
+
+    boundary: str
+    score: float
+    """What `validate` returned at its end."""
+    harm: float
+    """By how much the score is worse than with nothing frozen; below 0: it is better."""
+    frozen_parameters: float
+    """Part of the parameters that is frozen."""
+
+    def __str__(self) -> str:
+        return f"harm {self.harm:+.4f}; {self.frozen_parameters:.0%} of the parameters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """What `suggest_boundary` returns."""
+
+    trials: tuple[Trial, ...]
+    """One per boundary, front first."""
+    boundary: str | None
+    """The deepest boundary whose harm is within the budget; or None."""
+    harm_budget: float
+    seconds: float
+    """What all of it took."""
+
+    def policy(self) -> StaticPolicy:
+        """Return a controller's policy that freezes the suggested front from the first step on."""
+        return StaticPolicy({0: self.boundary})
+
+    def __str__(self) -> str:
+        """Return a line per boundary, and a sentence."""
+        best = next((trial for trial in self.trials if trial.boundary == self.boundary), None)
+        told = f"freeze nothing from the start: every front costs more than {self.harm_budget:g}"
+        if best is not None:
+            told = (
+                f"freeze up to {self.boundary} from the start: it "
+                f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f} where "
+                f"{self.harm_budget:g} are allowed"
+            )
+        lines = as_text({trial.boundary: str(trial) for trial in self.trials})
+        return "\n".join(filter(None, [lines, f"{told} (asked in {self.seconds:.0f} s)"]))
 
 
 def suggest_boundary(
@@ -27,7 +76,8 @@ def suggest_boundary(
     validate: Callable[[nn.Module], float],
     *,
     higher_is_better: bool = True,
-) -> dict[str, float]:
+    harm_budget: float = 0.01,
+) -> Suggestion:
     """Measure which front of `model` can be static from step 0, and what that costs.
 
     Args:
@@ -39,37 +89,47 @@ def suggest_boundary(
             rate that falls to zero each is a whole schedule in small.
         validate: Called with a trained copy in inference mode, returns the metric that counts.
         higher_is_better: Whether `validate` grows as the model learns.
+        harm_budget: By how much the score may be worse, in its own unit.
 
     Returns:
-        By boundary, front first: by how much the score is worse, in its own unit, with everything
-        up to there frozen from the first step on than with nothing frozen; below 0: it is better.
-        `FreezeController(..., policy=StaticPolicy({0: boundary}))` follows the one that you choose.
+        The trials, and the deepest boundary whose harm is within the budget. `print` shows both;
+        `FreezeController(..., policy=suggestion.policy())` follows it.
 
     Raises:
         ValueError: The model cannot be copied, or `train` makes no controller with its policy.
     """
+    started = time.perf_counter()
     generators, log = RandomState.now(), logging.getLogger("egeria")
     level = log.level
     log.setLevel(logging.ERROR)  # the training's own controller will say it, where it matters
 
-    def score(policy: StaticPolicy) -> float:
+    def tried(boundary: str | None) -> tuple[float, float, list[str]]:
         torch.manual_seed(0)  # the order and dropout are the same in all trials
-        copied = _copied(unwrap(model)[0])
+        copied, policy = _copied(unwrap(model)[0]), StaticPolicy({0: boundary})
         train(copied.train(), policy)
-        return float(validate(copied.eval()))
+        sizes = [(p.numel(), p.requires_grad) for p in copied.parameters()]
+        frozen = 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
+        return float(validate(copied.eval())), frozen, policy.boundaries
 
     try:
-        nothing = StaticPolicy({0: None})
-        plain = score(nothing)
-        if not nothing.boundaries:
+        plain, _, names = tried(None)
+        if not names:
             raise ValueError("train(model, policy) made no FreezeController with this policy")
-        worse = -1.0 if higher_is_better else 1.0
-        return {
-            name: worse * (score(StaticPolicy({0: name})) - plain) for name in nothing.boundaries
-        }
+        worse, trials = -1.0 if higher_is_better else 1.0, list[Trial]()
+        for name in names:
+            score, frozen, _ = tried(name)
+            harm = worse * (score - plain)
+            trials.append(Trial(boundary=name, score=score, harm=harm, frozen_parameters=frozen))
     finally:
         log.setLevel(level)
         generators.restore()
+    allowed = [trial.boundary for trial in trials if trial.harm <= harm_budget]
+    return Suggestion(
+        trials=tuple(trials),
+        boundary=allowed[-1] if allowed else None,
+        harm_budget=harm_budget,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _copied(model: nn.Module) -> nn.Module:

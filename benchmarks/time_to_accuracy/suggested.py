@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from .train import evaluate, make_loader
 __all__ = ["settled", "suggestion_for"]
 
 PROBE_SEED = 1000
-HARM_BUDGET = 0.01
-"""By how much the validation metric may be worse."""
 
 
 def settled(task: Task, directory: Path) -> Task:
@@ -60,19 +58,13 @@ def suggestion_for(task: Task, directory: Path) -> dict[str, Any]:
                 optimizer.step()
                 controller.step()
 
-    harms = suggest_boundary(
+    found = suggest_boundary(
         problem.model,
         train,
         lambda model: evaluate(model, problem, task.metric),
         higher_is_better=task.higher_is_better,
     )
-    boundary = ([None] + [name for name, harm in harms.items() if harm <= HARM_BUDGET])[-1]
-    text = (
-        f"freeze nothing from the start: every front costs more than {HARM_BUDGET:g}"
-        if boundary is None
-        else f"freeze up to {boundary} from the start: harm {harms[boundary]:+.4f}"
-    )
-    result = {"boundary": boundary, "harms": harms, "text": text}
+    result = asdict(found) | {"text": str(found)}
     directory.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(result))

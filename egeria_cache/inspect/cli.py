@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("ls", report.ls, "list the generations (the default)")
-    show = command("show", report.show, "one generation: sizes, what it was made from")
+    show = command("show", report.show, "one generation: contents, sizes, what it was made from")
     show.add_argument("generation", metavar="GEN")
     check = command("verify", report.verify_all, "decode every record; exit 1 if one is damaged")
     check.add_argument("generation", metavar="GEN", nargs="?")

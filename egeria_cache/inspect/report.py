@@ -7,6 +7,7 @@ no live run that is writing to the directory.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
@@ -111,6 +112,18 @@ class CacheReport:
         return all(one.damage is None for one in self.generations)
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the records of one generation hold."""
+
+    fields: Mapping[str, str]
+    """Per name: dtype and shape, "varies" where the records differ."""
+    variants: Mapping[int, int]
+    """Records per variant."""
+    num_damaged: int
+    """Records whose heads cannot be read."""
+
+
 def survey(directory: Path) -> CacheReport:
     """Read sizes and counts of all generations, without decoding a record.
 
@@ -146,6 +159,27 @@ def find_generation(report: CacheReport, text: str) -> GenerationReport:
     return found[0]
 
 
+def contents(path: Path) -> Contents:
+    """Read the heads of all records of a generation.
+
+    Raises:
+        StoreError: It cannot be opened.
+    """
+    shapes: dict[str, str] = {}
+    variants: collections.Counter[int] = collections.Counter()
+    num_damaged = 0
+    for key, record in () if is_unfinished(path) else _records(path):
+        if isinstance(record, RecordError):
+            num_damaged += 1
+            continue
+        variants[_sample(key)[1]] += 1
+        for position in range(len(record.payload)):
+            field, _ = record.field(position)
+            text = str(field).removeprefix(f"{field.name}: ")
+            shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
+    return Contents(shapes, dict(sorted(variants.items())), num_damaged)
+
+
 def _glance(path: Path) -> GenerationReport:
     damage = "set aside: it could not be opened" if path.name.startswith(SET_ASIDE) else None
     manifest, note, num_samples, totals = None, None, 0, Totals()
@@ -175,6 +209,14 @@ def _glance(path: Path) -> GenerationReport:
         damage,
         note,
     )
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
+    try:
+        with inspected(path) as view:
+            yield from view.records()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,28 +323,34 @@ def ls(options: argparse.Namespace, report: CacheReport) -> int:
 
 
 def show(options: argparse.Namespace, report: CacheReport) -> int:
-    """Show one generation: sizes, what it was made from, how its random draws are used."""
+    """Show one generation; 1 if a record of it is damaged."""
     one = find_generation(report, options.generation)
-    manifest = Manifest.read(report.directory / one.name)
+    path = report.directory / one.name
+    manifest, inside = Manifest.read(path), contents(path)
+    state = DAMAGED if inside.num_damaged else HEALTHY
     drawn = draws_noted(report.directory, manifest.fields)
     if options.json:
-        print_json(
-            {**_generation_json(one), "fields": dict(manifest.fields), "random_draws": drawn}
-        )
-        return HEALTHY
+        told = {"fields": dict(manifest.fields), "contents": dataclasses.asdict(inside)}
+        print_json({**_generation_json(one), **told, "random_draws": drawn})
+        return state
     sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
     ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
     print(f"{plain(one.name)}  {one.num_samples:,} records, {sizes}{ratio}")
     print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
     if one.lossy_error:
         print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
-    print("made from")
-    for name, value in manifest.fields.items():
-        print(f"  {plain(name)}: {plain(json.dumps(value)):.100}")
+    for title, pairs in (
+        ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
+        ("holds", inside.fields),
+        ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
+    ):
+        print(title)
+        for name, text in pairs.items():
+            print(f"  {plain(name)}: {plain(text):.100}")
     for way in drawn:
         uses = "for ever" if way["reuse"] is None else f"for {way['reuse']} epochs each"
-        print(plain(f"random draws are used {uses}; {way['epochs']:,} epochs were passed"))
-    return HEALTHY
+        print(plain(f"  used {uses}; {way['epochs']:,} epochs were passed"))
+    return state
 
 
 def verify_all(options: argparse.Namespace, report: CacheReport) -> int:

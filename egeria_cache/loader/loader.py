@@ -54,7 +54,7 @@ MAX_CHANGES = 3
 class EgeriaLoader(ResumableLoader[T_co]):
     """DataLoader that skips the loading of cached samples, and reads their activations ahead.
 
-    Takes all of DataLoader's arguments; without `cache` and `seed` it gives what DataLoader gives.
+    Takes all of DataLoader's arguments; without `cache` and `seed` it *is* DataLoader.
 
     Args:
         cache: The `ActivationCache` of the model that is trained on these batches.
@@ -156,13 +156,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
-        self._progress, self._resumes = Progress(), False
+        self._progress, self._resumes, self._rest = Progress(), False, None
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
         self._is_plain = self._why_plain() is not None
         self._num_changes, self._ended_unchanged = 0, True
         self._assembly = Assembly(self.source)
         self._is_prepared = False
-        if not self._is_plain and self.seed is not None:
+        if not self._is_plain:
             note(self)
 
     def _own_options(self) -> dict[str, Any]:
@@ -236,11 +236,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
-        goes_on = self._begin(self._enter)
-        if self._is_plain:
-            self._progress.finished = True  # DataLoader does not tell how far it has come
-            return super().__iter__()
-        return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
+        base = self._begin(self._enter)
+        return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""
@@ -260,6 +257,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def _why_plain(self) -> str | None:
         """Why this loader is DataLoader and nothing else; None if it plans its batches."""
+        if self.cache is None and self.seed is None:
+            return "there is neither a cache nor a seed"
         reason = None
         if isinstance(self.dataset, IterableDataset):
             reason = (
@@ -270,7 +269,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             reason = "batch_size=None turns batching off; give a batch_size or a batch_sampler"
         if reason is not None and self.cache is not None:
             self.cache.api.leave_uncached(self.source.key, reason)
-        elif reason is not None and self.seed is not None:
+        elif reason is not None:
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
 

@@ -7,18 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from egeria_cache.device import Event, Held, device_of, mark, runs_late, to_host
 from egeria_core.errors import EvaluatorError
 from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference import (
+    Call,
     Evaluator,
     InlineEvaluator,
     InputItem,
     LayerTap,
     Probe,
     ProcessEvaluator,
+    Weights,
+    Wire,
     copy_modules,
     copy_weights,
 )
@@ -50,6 +54,7 @@ class ActivationMeter(Meter):
         self._tapped: list[tuple[str, ...]] = []
         self._rows = PROBE_ROWS
         self._misses = self._short = self._drops = 0
+        self._undecided: list[Verdict] = []
         self._held = Held()
         self._forget_reference()
         self.bind()
@@ -63,6 +68,8 @@ class ActivationMeter(Meter):
         self._refreshed_at: int | None = None
         self._since_refresh = 0
         self._costly = False
+        self._kept: tuple[Probe, Weights] | None = None
+        self._kept_ready: Event | None = None
 
     def bind(self) -> None:
         """Hook every layer that can become the front, unless that has been done."""
@@ -85,7 +92,8 @@ class ActivationMeter(Meter):
         probe = self._captured(step, frozen)
         if probe is None:
             return
-        if self._layer != frozen:
+        new = self._layer != frozen
+        if new:
             self._forget_reference()
             self._rows = probe.num_rows
         judge = self._is_long_enough(probe, step) and self._refreshed_at is not None
@@ -103,8 +111,7 @@ class ActivationMeter(Meter):
                 probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
             weights = copy_weights(modules)
             item = InputItem(step, frozen, probe, judge, refresh, weights, distance=self.distance)
-            if self._refreshed_at is None:
-                item.modules = [module.cpu() for module in copy_modules(modules)]
+            item.modules = self._structure(modules) if new else None
             self._submit(item, mark(device_of(self._model)))
 
     def _captured(self, step: int, frozen: int) -> Probe | None:
@@ -123,7 +130,10 @@ class ActivationMeter(Meter):
     def _modules(self, probe: Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
 
-    def _submit(self, item: InputItem, ready: Event | None) -> None:
+    def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
+        return [module.cpu() for module in copy_modules(modules)]
+
+    def _submit(self, item: InputItem, ready: Event | None = None) -> None:
         item.ready = ready
         # A copy into memory that was given back, because the item was dropped, would hit others'.
         self._held.hold((item.probe, item.weights), ready)
@@ -139,6 +149,7 @@ class ActivationMeter(Meter):
         self._since_refresh = 0 if item.refresh else self._since_refresh + 1
         if item.refresh:
             self._refreshed_at = item.step
+            self._kept, self._kept_ready = (item.probe, item.weights), ready
             self._history.add("refresh", item.step, layer=item.layer)
 
     def _missed(self, step: int, frozen: int) -> None:
@@ -167,16 +178,17 @@ class ActivationMeter(Meter):
             self._rows, self._short = probe.num_rows, 0
         return False
 
-    def collect(self) -> list[Verdict]:
+    def collect(self, timeout_s: float = 0.0) -> list[Verdict]:
         """Return the verdicts that are ready; losing the evaluator is one warning."""
+        verdicts, self._undecided = self._undecided, []
         try:
-            verdicts = [] if self._evaluator is None else self._evaluator.poll()
+            fresh = [] if self._evaluator is None else self._evaluator.poll(timeout_s)
         except EvaluatorError as error:
             self._lose(None, error)
-            return []
-        for verdict in verdicts:
+            return verdicts
+        for verdict in fresh:
             self._heed(verdict)
-        return [verdict for verdict in verdicts if verdict.value is not None]
+        return verdicts + [verdict for verdict in fresh if verdict.value is not None]
 
     def _heed(self, verdict: Verdict) -> None:
         self._drops = 0
@@ -212,15 +224,34 @@ class ActivationMeter(Meter):
             self._evaluator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which layer's curve it is, and of how many rows. The reference is no part of it:
-        a resumed run takes another one, and has one reading less.
-        """
-        return {"layer": self._layer, "rows": self._rows}
+        """Return the reference (weights and calibration probe) and verdicts not yet taken."""
+        self._undecided = self.collect(timeout_s=30.0)
+        if self._kept_ready is not None:
+            self._kept_ready.synchronize()
+        return {
+            "layer": self._layer,
+            "refreshed_at": self._refreshed_at,
+            "since_refresh": self._since_refresh,
+            "costly": self._costly,
+            "rows": self._rows,
+            "probe": None if self._kept is None else _probe_state(self._kept[0]),
+            "weights": None if self._kept is None else self._kept[1],
+            "undecided": [(v.step, v.layer, v.value) for v in self._undecided],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that curve."""
+        """Rebuild the reference as it was."""
         self._forget_reference()
-        self._layer, self._rows = state["layer"], state["rows"]
+        self._rows = state["rows"]
+        self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
+        if state["layer"] is None or state["probe"] is None:
+            return
+        probe = _load_probe(state["probe"])
+        modules = self._structure(self._modules(probe))
+        step, weights = state["refreshed_at"], state["weights"]
+        self._submit(InputItem(step, state["layer"], probe, False, True, weights, modules))
+        self._since_refresh = state["since_refresh"]
+        self._costly = state["costly"]
 
     def close(self) -> None:
         """Take the hooks off and stop the evaluator."""
@@ -228,3 +259,27 @@ class ActivationMeter(Meter):
             self._tap.close()
             self._tap = None
         self._stop_evaluator()
+
+
+def _probe_state(probe: Probe) -> dict[str, Any]:
+    """Return the probe as plain containers and tensors."""
+
+    def plain(leaf: Any) -> Any:
+        return {"wire": leaf.call, "path": list(leaf.path)} if isinstance(leaf, Wire) else leaf
+
+    calls = [(call.module, call.args, call.kwargs) for call in probe.mapped(plain).calls]
+    return {"calls": calls, "rows": probe.num_rows, "batch_dim": probe.batch_dim}
+
+
+def _load_probe(state: dict[str, Any]) -> Probe:
+    def is_wire(value: Any) -> bool:
+        return isinstance(value, dict) and set(value) == {"wire", "path"}
+
+    def restore(value: Any) -> Any:
+        return Wire(value["wire"], tuple(value["path"])) if is_wire(value) else value
+
+    def restored(tree: Any) -> Any:
+        return tree_map(restore, tree, is_leaf=is_wire)
+
+    calls = [Call(name, restored(args), restored(kwargs)) for name, args, kwargs in state["calls"]]
+    return Probe(calls, state["rows"], state["rows"], state["batch_dim"])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from egeria_core import FreezeController, StaticPolicy, suggest_boundary
+from egeria_core import FreezeController, StaticPolicy, Suggestion, suggest_boundary
 from tests.helpers.core_nets import ResNet, batch, mlp
 
 LAYERS = ["0", "2", "4", "6"]
@@ -66,9 +66,13 @@ def test_the_harm_is_that_of_a_plain_loop_on_the_same_batches() -> None:
         model[: 2 * frozen].requires_grad_(False)
         loop(model, given, None)
         scores.append(score(model.eval()))
-    assert [*found] == LAYERS[:3]
-    own = [score - scores[0] for score in scores[1:]]
-    assert [*found.values()] == pytest.approx(own, abs=1e-6)
+    assert [trial.boundary for trial in found.trials] == LAYERS[:3]
+    for trial, own in zip(found.trials, scores[1:], strict=True):
+        assert trial.score == pytest.approx(own, rel=1e-6)
+        assert trial.harm == pytest.approx(own - scores[0], abs=1e-6)
+    sizes = [64 * 32 + 32, 32 * 16 + 16, 16 * 16 + 16, 16 * 10 + 10]
+    parts = np.cumsum(sizes) / sum(sizes)
+    assert [trial.frozen_parameters for trial in found.trials] == pytest.approx(parts[:3])
 
 
 def test_all_trials_have_the_same_random_numbers() -> None:
@@ -115,17 +119,33 @@ def frozen_layers(model: nn.Module) -> int:
     return sum(not model.get_submodule(name).weight.requires_grad for name in LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("higher", "metric"), [(True, [0.90, 0.91, 0.895, 0.80]), (False, [2.0, 1.9, 2.1, 2.005])]
-)
-def test_harm_is_by_how_much_the_metric_is_worse(higher: bool, metric: list[float]) -> None:
+def asked(metric: Any, **options: Any) -> Suggestion:
     given = batches(2)
-    found = suggest_boundary(
-        net(), lambda model, policy: loop(model, given, policy),
-        lambda model: metric[frozen_layers(model)], higher_is_better=higher,
-    )  # fmt: skip
+    return suggest_boundary(
+        net(), lambda model, policy: loop(model, given, policy), metric, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("higher", "metric", "budget", "best"),
+    [
+        (True, [0.90, 0.91, 0.895, 0.80], 0.01, "2"),
+        (True, [0.90, 0.91, 0.895, 0.80], 0.001, "0"),
+        (True, [0.90, 0.80, 0.80, 0.80], 0.01, None),
+        (False, [2.0, 1.9, 2.1, 2.005], 0.01, "4"),
+    ],
+)
+def test_the_deepest_boundary_within_the_budget_is_suggested(
+    higher: bool, metric: list[float], budget: float, best: str | None
+) -> None:
+    found = asked(
+        lambda model: metric[frozen_layers(model)], higher_is_better=higher, harm_budget=budget
+    )
     sign = -1 if higher else 1
-    assert [*found.values()] == pytest.approx([sign * (m - metric[0]) for m in metric[1:]])
+    assert [t.harm for t in found.trials] == pytest.approx(
+        [sign * (m - metric[0]) for m in metric[1:]]
+    )
+    assert found.boundary == best
 
 
 def test_what_cannot_be_probed_is_told() -> None:

@@ -242,7 +242,7 @@ AROUND = {
         return (model(inputs).argmax(1) == targets).float().mean().item()
     """,
         """
-    assert harms and controller.policy.schedule == [(0, boundary)]
+    assert suggestion.trials and controller.policy.schedule == [(0, suggestion.boundary)]
     controller.close()
     """,
     ),

@@ -71,15 +71,17 @@ def test_a_cache_that_is_open_shows_as_in_use(filled, capsys):
     assert in_use == {"layer1": True, "layer2": False}
 
 
-def test_show_tells_sizes_and_what_it_was_made_from(filled, capsys):
+def test_show_tells_contents_and_what_it_was_made_from(filled, capsys):
     _, report = ask_json(capsys, filled)
     name = report["generations"][0]["name"]
     code, shown = ask(capsys, filled, "show", name.removeprefix("gen-")[:6])
     assert code == 0
-    assert "records" in shown.out
+    assert "float32 [1000]" in shown.out
+    assert "scalar, text or bytes" in shown.out
     assert '"train"' in shown.out
     code, report = ask_json(capsys, filled, "show", name)
-    assert report["codec"] == "zstd"
+    assert report["contents"]["variants"] == {"0": report["num_samples"]}
+    assert (report["codec"], report["contents"]["num_damaged"]) == ("zstd", 0)
 
 
 def test_verify_finds_a_healthy_cache_healthy_and_names_the_damaged_samples(filled, capsys):

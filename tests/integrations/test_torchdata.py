@@ -1,8 +1,8 @@
 """A loader's state against torchdata's StatefulDataLoader: the same batches before and after.
 
 The cases are those of torchdata's own tests: a state taken before the first batch, in mid-epoch,
-with the last batch and after the end; with and without workers; samplers and batch samplers with
-states of their own.
+with the last batch and after the end; with and without workers; samplers, batch samplers and
+iterators with states of their own.
 """
 
 import copy
@@ -228,19 +228,72 @@ class Numbers(IterableDataset):
             yield i + 100 * torch.randint(9, ()).item()
 
 
+class Stream(Stateful, IterableDataset):
+    """Knows its place and its epoch."""
+
+    def __init__(self):
+        self.epoch, self.place = 0, 0
+
+    def __iter__(self):
+        while self.place < N:
+            self.place += 1
+            yield 100 * self.epoch + self.place
+        self.epoch, self.place = self.epoch + 1, 0
+
+
+class Own(IterableDataset):
+    """Its own iterator; there is no state before there is one."""
+
+    def __iter__(self):
+        self.place = 0
+        return self
+
+    def __next__(self):
+        if self.place >= N:
+            raise StopIteration
+        self.place += 1
+        return self.place
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterable_data_set_begins_an_epoch_with_the_random_numbers_of_the_state(workers):
+@pytest.mark.parametrize("moment", [-1, 1, 3, None])
+@pytest.mark.parametrize("kind", [Numbers, Stream, Own])
+def test_an_iterable_data_set_goes_on_where_it_was(kind, moment, workers):
+    def make(loader):
+        return run_values(lambda: loader(kind(), BATCH, num_workers=workers), moment)
+
+    for loader in (EgeriaLoader, StatefulDataLoader):
+        epoch, following, rest, _ = make(loader)
+        expected = following if moment is None else epoch[max(0, moment) :]
+        # StatefulDataLoader has no random numbers of a data set that keeps none.
+        if loader is EgeriaLoader or kind is not Numbers:
+            assert rest == expected
+
+
+def run_values(make, moment):
     torch.manual_seed(1)
-    loader, states = EgeriaLoader(Numbers(), BATCH, num_workers=workers), []
-    epoch = [rows.tolist() for rows in loader]
-    states.append(copy.deepcopy(loader.state_dict()))
-    following = [rows.tolist() for rows in loader if states.append(loader.state_dict()) is None]
+    loader, epoch = make(), []
+    if moment is None:
+        list(loader)
+        state = copy.deepcopy(loader.state_dict())
+        following = [rows.tolist() for rows in loader]
+    else:
+        state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
+        for rows in loader:
+            epoch.append(rows.tolist())
+            if len(epoch) == moment:
+                state = copy.deepcopy(loader.state_dict())
+        following = None
     torch.manual_seed(77)
-    resumed = EgeriaLoader(Numbers(), BATCH, num_workers=workers)
-    resumed.load_state_dict(states[0])
-    assert [rows.tolist() for rows in resumed] == following != epoch
-    resumed.load_state_dict(states[2])  # of the middle
-    assert list(map(len, resumed)) == list(map(len, epoch))
+    resumed = make()
+    resumed.load_state_dict(state)
+    return epoch, following, [rows.tolist() for rows in resumed], None
 
 
 def test_where_batches_overtake_each_other_the_epoch_begins_anew(caplog):

@@ -22,7 +22,7 @@ import egeria_cache.store.disk.budget as budget_module
 import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.inspect.report import survey, verify
+from egeria_cache.inspect.report import contents, survey, verify
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.files import GoneError, inspected
@@ -262,6 +262,7 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
     (damage,) = verify(path).damage
     assert damage.sample == "5"
     assert "Input/output error" in damage.reason
+    assert (sum(contents(path).variants.values()), contents(path).num_damaged) == (COUNT - 1, 1)
     done = pack(path, io.BytesIO())
     assert (done.num_records, done.num_damaged) == (COUNT - 1, 1)
     monkeypatch.undo()
