@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
+
+_CHUNK = 1 << 16
+_ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+Indices: TypeAlias = npt.NDArray[np.uint64]
 
 
 class ShardAffineSampler(Sampler[int]):
     """Gives every rank the same samples in every epoch, shuffled within them.
 
     A rank's own cache then hits from its second epoch on; with `DistributedSampler` each rank would
-    see other samples in every epoch. The data set is dealt to `num_shards` virtual shards, each
-    hand of samples that follow one another beginning with another shard, which `seed` determines;
-    rank r owns shards r, r + num_replicas, ... Step t of the epoch takes the t-th sample of every
-    shard, so the global order is the same for every number of ranks that divides `num_shards`. A
-    rank draws its own samples only, whatever the size of the data set.
+    see other samples in every epoch. The data set is cut into `num_shards` virtual shards by a
+    permutation that only `seed` determines; rank r owns shards r, r + num_replicas, ... Step t of
+    the epoch takes the t-th sample of every shard, so the global order is the same for every number
+    of ranks that divides `num_shards`. A rank draws its own samples only, as it goes, whatever the
+    size of the data set.
 
     Args:
         data_source: The data set, or anything with its length.
@@ -80,29 +86,60 @@ class ShardAffineSampler(Sampler[int]):
         return self._per_shard * len(self._own)
 
     def __iter__(self) -> Iterator[int]:
-        steps, shards = self._dealt()
-        begins = np.random.RandomState(self.seed % (1 << 32)).randint(
-            self.num_shards, size=self._per_shard
-        )
-        places = steps * self.num_shards + (shards + begins[steps]) % self.num_shards
-        # Those beyond the last are the first ones again, as DistributedSampler does.
-        yield from (places.T.ravel() % len(self.data_source)).tolist()
+        return chain.from_iterable(self._chunks())
 
-    def _dealt(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return hands and shards of this rank's samples, in this epoch's order, by own shard."""
-        own = np.array(self._own)
+    def _chunks(self) -> Iterator[list[int]]:
+        per_chunk = max(1, _CHUNK // len(self._own))
+        for start in range(0, self._per_shard, per_chunk):
+            steps = np.arange(start, min(start + per_chunk, self._per_shard), dtype=np.uint64)
+            columns = [self._samples(shard, steps) for shard in self._own]
+            yield np.stack(columns, axis=1).ravel().tolist()
+
+    def _samples(self, shard: int, steps: Indices) -> Indices:
+        """Return the samples that a shard has at these steps of the epoch."""
+        shards: Indices = np.full_like(steps, shard)
         if self.shuffle and self._node is not None:
-            # The node's shards lie end to end; what is dealt to one of them is anywhere among them.
-            size, ours = len(self._nodes_shards), np.array(self._nodes_shards)
-            anywhere = self._permutation(size * self._per_shard, self.num_shards + self._node)
-            mine = anywhere.reshape(size, -1)[np.searchsorted(ours, own)]
-            return mine % self._per_shard, ours[mine // self._per_shard]
-        orders = [
-            self._permutation(self._per_shard, shard) if self.shuffle else range(self._per_shard)
-            for shard in self._own
-        ]
-        return np.array(orders, np.int64), own[:, None]
+            # The node's shards lie end to end; what is dealt to this one is anywhere among them.
+            dealt = steps + np.uint64(self._nodes_shards.index(shard) * self._per_shard)
+            size = len(self._nodes_shards) * self._per_shard
+            dealt = permuted(dealt, size, (self.seed, self.epoch, self.num_shards + self._node))
+            hand, steps = np.divmod(dealt, np.uint64(self._per_shard))
+            shards = np.array(self._nodes_shards, np.uint64)[hand]
+        elif self.shuffle:
+            steps = permuted(steps, self._per_shard, (self.seed, self.epoch, shard))
+        places = steps * np.uint64(self.num_shards) + shards
+        length = len(self.data_source)
+        # Those beyond the last are the first ones again, as DistributedSampler does.
+        return permuted(places % np.uint64(length), length, (self.seed,))
 
-    def _permutation(self, size: int, which: int) -> npt.NDArray[np.int64]:
-        # The stream of `RandomState` is the same in every release of NumPy: all ranks agree.
-        return np.random.RandomState([self.seed % (1 << 32), self.epoch, which]).permutation(size)
+
+def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
+    """Return where the permutation of range(size) that belongs to `key` takes these indices.
+
+    A Feistel network over the next power of four, walked until it comes back below `size` (Black &
+    Rogaway 2002): each index is had without the others, in constant memory.
+
+    Args:
+        indices: uint64, shape (N,), all below `size`.
+        size: Of the permutation, at most 2^62.
+        key: Integers; other ones give another permutation.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    seeds = np.random.SeedSequence([part % (1 << 64) for part in key])
+    rounds = seeds.generate_state(8, np.uint64).astype(np.uint64)
+    found, outside = indices.copy(), np.arange(len(indices))
+    while len(outside):
+        found[outside] = _scrambled(found[outside], half, rounds)
+        outside = outside[found[outside] >= size]
+    return found
+
+
+def _scrambled(values: Indices, half: np.uint64, rounds: Indices) -> Indices:
+    """Return a permutation of range(4^half) at these values."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for key in rounds:
+        mixed = (right ^ key) * _ODD
+        left, right = right, left ^ ((mixed ^ mixed >> _SHIFT) * _ODD >> _SHIFT) & mask
+    joined: Indices = left << half | right
+    return joined
