@@ -14,7 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Stands for a tensor in what is sent as an object."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
 
 
 @dataclass(slots=True)
@@ -30,58 +39,68 @@ class Carrier:
 
     def send(self, block: nn.Module, target: int) -> int:
         """Give a block to a rank of the group; return the bytes of its tensors."""
-        states = [optimizer.state.get(parameter) for optimizer, parameter in self._pairs(block)]
-        # Of an optimizer's tensors some are on the host wherever the block is: a count of steps.
-        message = [
-            _on_host(list(_own_tensors(block))),
-            _on_host(states),
-            tree_map(_is_on_host, states),
-        ]
+        tensors = list(_own_tensors(block))
+        outline = []
+        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
+            state = optimizer.state.get(parameter)
+            outline.append(tree_map(_outline, state))
+            tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         peer = dist.get_global_rank(self.group, target)
-        dist.send_object_list(message, dst=peer, group=self.group, device=self.wire)
-        return _num_bytes(message)
+        dist.send_object_list([outline], dst=peer, group=self.group, device=self.wire)
+        for tensor in tensors:
+            dist.send(tensor.detach().to(self.wire).contiguous(), peer, group=self.group)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def receive(self, block: nn.Module, source: int) -> int:
         """Take a block from a rank of the group; return the bytes of its tensors."""
-        message: list[Any] = [None, None, None]
         peer = dist.get_global_rank(self.group, source)
-        dist.recv_object_list(message, src=peer, group=self.group, device=self.wire)
-        tensors, states, on_host = message
-        self._fill(block, tensors)
-        for (optimizer, parameter), state, is_there in zip(
-            self._pairs(block), states, on_host, strict=True
-        ):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
+        make_room(block, self.device)
+        num_bytes = 0
+        for tensor in _own_tensors(block):
+            tensor.detach().copy_(self._take(tensor.shape, tensor.dtype, peer))
+            num_bytes += tensor.nbytes
+        taken: list[Tensor] = []
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, _Sent):
+                return leaf
+            taken.append(self._take(leaf.shape, leaf.dtype, peer))
+            return taken[-1] if leaf.on_host else taken[-1].to(self.device)
+
+        pairs = _pairs(self.optimizers, list(block.parameters()))
+        for outline, (optimizer, parameter) in zip(received[0], pairs, strict=True):
+            state = tree_map(fill, outline)
             optimizer.state.pop(parameter, None)
             if state is not None:
-                optimizer.state[parameter] = tree_map(self._placed, state, is_there)
-        return _num_bytes(message)
+                optimizer.state[parameter] = state
+        num_bytes += sum(tensor.nbytes for tensor in taken)
+        return num_bytes
 
     def share(self, block: nn.Module, source: int) -> int:
         """Give a block's weights to all ranks of the group; return the bytes that this one took."""
         is_mine = dist.get_rank(self.group) == source
-        message = [_on_host(list(_own_tensors(block))) if is_mine else None]
-        peer = dist.get_global_rank(self.group, source)
-        dist.broadcast_object_list(message, src=peer, group=self.group, device=self.wire)
-        if is_mine:
-            return 0
-        self._fill(block, message[0])
-        return _num_bytes(message)
+        if not is_mine:
+            make_room(block, self.device)
+        peer, num_bytes = dist.get_global_rank(self.group, source), 0
+        for tensor in _own_tensors(block):
+            data = tensor.detach().to(self.wire).contiguous()
+            dist.broadcast(data, src=peer, group=self.group)
+            if not is_mine:
+                tensor.detach().copy_(data)
+                num_bytes += tensor.nbytes
+        return num_bytes
 
     def forget(self, block: nn.Module) -> None:
         """Drop this rank's optimizer state of a block."""
-        for optimizer, parameter in self._pairs(block):
+        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
             optimizer.state.pop(parameter, None)
 
-    def _fill(self, block: nn.Module, tensors: Any) -> None:
-        make_room(block, self.device)
-        for own, taken in zip(_own_tensors(block), tensors, strict=True):
-            own.detach().copy_(taken)
-
-    def _placed(self, leaf: Any, is_on_host: bool) -> Any:
-        return leaf if is_on_host or not isinstance(leaf, Tensor) else leaf.to(self.device)
-
-    def _pairs(self, block: nn.Module) -> list[tuple[torch.optim.Optimizer, nn.Parameter]]:
-        return [(one, parameter) for parameter in block.parameters() for one in self.optimizers]
+    def _take(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.wire)
+        dist.recv(tensor, peer, group=self.group)
+        return tensor
 
 
 def make_room(block: nn.Module, device: torch.device) -> None:
@@ -113,13 +132,13 @@ def _own_tensors(block: nn.Module) -> Iterator[Tensor]:
     yield from block.buffers()
 
 
-def _on_host(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
+def _pairs(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
+) -> list[tuple[torch.optim.Optimizer, nn.Parameter]]:
+    return [(optimizer, parameter) for parameter in parameters for optimizer in optimizers]
 
 
-def _is_on_host(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cpu
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def _outline(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
