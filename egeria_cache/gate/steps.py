@@ -109,21 +109,16 @@ class StepTimer:
         """What steps with hits would have taken if they had been computed, less what they took, and
         less what was proved and stored in the others.
 
-        A quarter of the computed steps took less than what is credited for one: their median is
-        7 % above the steps of a run without a cache (benchmarks.short). Where all samples were read
-        by then, the first steps tell.
+        Where all samples were read by then, the first steps tell what a computed one takes.
         """
-        credited_s, captured_s = self._credited
+        credited_s = self._credited_s
+        captured_s = median(self._recent.get("captured", (credited_s,)))
         stored_s = (captured_s - credited_s) * self._num_captured
         return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
 
     @property
-    def _credited(self) -> tuple[float, float]:
-        """What a computed step is credited with, of a sample, and what one that was stored took."""
-        known = {kind: self._recent[kind] for kind in _COMPUTED if kind in self._recent}
-        quarter = {kind: sorted(times)[len(times) // 4] for kind, times in known.items()}
-        credited_s = min(quarter.values(), default=min(self._warm, default=0.0))
-        return credited_s, quarter.get("captured", credited_s)
+    def _credited_s(self) -> float:
+        return self._computed_s or min(self._warm, default=0.0)
 
     def measures_anew(self) -> bool:
         """Whether a verdict against serving is not followed yet, for all is measured anew, side by
@@ -132,7 +127,7 @@ class StepTimer:
         if self.num_served <= self._sure_until:
             return False
         self._sure_until, self._num_asked = self.num_served + _RECENT, _NUM_ASKED
-        self._earlier_s, self._warm = self.saved_s, [self._credited[0]] * _NUM_WARM
+        self._earlier_s, self._warm = self.saved_s, [self._credited_s] * _NUM_WARM
         self._recent.clear()
         self._computed_s = self._num_samples = self._spent_s = self._num_captured = 0.0
         return True
