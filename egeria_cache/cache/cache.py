@@ -317,6 +317,7 @@ class ActivationCache:
         if self._status.is_forked:
             return  # threads and locks are the parent's
         self._readers.close()
+        self.api.note_epochs()
         self._store.close()
 
     def __repr__(self) -> str:

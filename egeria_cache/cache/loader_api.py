@@ -56,6 +56,8 @@ class LoaderApi:
         self._boundary = boundary
         self._host = host
         self.policy = status.policy
+        with contextlib.suppress(OSError, StoreError):
+            self.policy.num_epochs |= read_json(directory / _EPOCHS, ROOT_FORMAT)
         self.counters = status.counters
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
@@ -91,6 +93,12 @@ class LoaderApi:
         if self._status.is_forked or self._status.is_compiled:
             return (), True
         return [view for view in self.views(source.key) if view.is_checked], True
+
+    def note_epochs(self) -> None:
+        """Note for the next run in this directory how many epochs this one had."""
+        if known := self.policy.num_epochs:
+            with contextlib.suppress(OSError, StoreError):
+                write_json(self._directory / _EPOCHS, {**known, "format": ROOT_FORMAT})
 
     def adopt(self, source: LoaderSource) -> None:
         """Let a new loader read from its first batch on what others of its name have stored, if the
@@ -244,6 +252,7 @@ class LoaderApi:
 
 
 NOTE = "note-"
+_EPOCHS = f"{NOTE}epochs.json"
 MAX_TICK = 1 << 31
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from egeria_cache.gate.schedule import Schedule
 from egeria_cache.gate.steps import Kind, StepTimer
@@ -59,11 +60,14 @@ class ServingPolicy:
     """
 
     def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
+        self.num_epochs = dict[str, Any]()
+        """How many the last run had, by a loader's name and its number of batches."""
         self.mode = mode
         self.stopped: dict[str, str] = {}
         """Loaders for which skipping did not pay under this boundary, and why."""
         self.idle: dict[str, str] = {}
-        """Loaders whose batches are computed plainly for the rest of the epoch, and why."""
+        """Loaders whose batches are computed plainly for the rest of the epoch, and why; those that
+        are `stopped` among them, for longer."""
         self.proof_s = 0.0
         """What proofs have taken so far."""
         self.beside_s = 0.0
@@ -79,7 +83,7 @@ class ServingPolicy:
         self._earlier: str | None = None
         self._timers: dict[tuple[str, str], StepTimer] = {}
         self._schedules: dict[str, Schedule] = {}
-        self._shared: dict[tuple[str, int], Schedule] = {}
+        self._shared: dict[str, Schedule] = {}
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
@@ -97,12 +101,16 @@ class ServingPolicy:
         if not self._may_postpone or num_batches is None:
             return
         # Scripts make a loader anew for every epoch: one of its name and length was known before.
-        alike = loader.rpartition("#")[0], num_batches
-        shared = self._shared.setdefault(alike, Schedule(num_batches, is_stored=self._is_stored))
-        schedule = self._schedules.setdefault(loader, shared)
+        alike = f"{loader.rpartition('#')[0]}, {num_batches}"
+        if alike not in self._shared:
+            known, stored = self.num_epochs.get(alike), self._is_stored
+            last = known if type(known) is int else 0  # anything may stand in a file
+            self._shared[alike] = Schedule(num_batches, is_stored=stored, num_epochs=last)
+        schedule = self._schedules.setdefault(loader, self._shared[alike])
         schedule.epoch = max(epoch, schedule.num_passes)
         schedule.num_passes += 1
-        if schedule.why_not() is None:
+        self.num_epochs[alike] = schedule.epoch + 1
+        if loader not in self.stopped and schedule.why_not() is None:
             self.idle.pop(loader, None)
 
     @property
@@ -171,7 +179,7 @@ class ServingPolicy:
         pays, why = timer.verdict
         if pays or timer.measures_anew():
             return None
-        self.stopped[loader] = why
+        self.stopped[loader] = self.idle[loader] = why
         return why
 
     def look_earlier(self, profile: tuple[Step, ...]) -> tuple[str, str] | None:
@@ -191,9 +199,10 @@ class ServingPolicy:
 
     def sentence(self, boundary: str | None) -> str:
         """Say in words what was decided under this boundary, for the statistics."""
-        found = {loader: f"postponed: {why}" for loader, why in self.idle.items()}
+        waits = self.idle.keys() - self.stopped.keys()
+        found = {loader: f"postponed: {self.idle[loader]}" for loader in waits}
         for (loader, at), timer in sorted(self._timers.items(), key=lambda one: one[1].num_served):
-            if at == boundary and loader not in self.idle:
+            if at == boundary and loader not in waits:
                 how = "off" if loader in self.stopped else "on"
                 found[loader] = f"{how}: {self.stopped.get(loader) or timer.verdict[1]}"
         named = {loader.rpartition("#")[0]: what for loader, what in found.items()}

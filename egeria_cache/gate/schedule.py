@@ -1,8 +1,9 @@
 """Whether a run is long enough to win back the proof that serving it begins with.
 
 A loader tells how many batches it has in an epoch and how many epochs were run; how many are to
-come, nobody does. So a few batches are computed plainly, timed, and then, at every epoch as long as
-nothing is proved, it is asked: would so many hits as may be expected win back what a proof costs?
+come, only the last run in this directory can tell. So a few batches are computed plainly, timed,
+and then, at every epoch as long as nothing is proved, it is asked: would so many hits as may be
+expected win back what a proof costs?
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _PROOF_FORWARDS = {False: 8, True: 16}
-_PROOF_S = 0.1
+_PROOF_S = 0.2
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
 beside them: 9 of a ResNet-32, 8 of a ViT, 8 of a ResNet-50, where float64 has to decide what is
-rounding; 17 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread)."""
+rounding; 17 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread). Beside them:
+copies, code that is read, the data set's fingerprint: 0.1 s more where 1,000 rows are in memory."""
 _HIT_S = {False: 1e-3, True: 3e-3}
 """What a served step costs beside what is computed in it, for samples of one length
 (benchmarks.small_step) and padded ones (benchmarks.short)."""
 _MIXED_S = 4e-3
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
+_STORED_S = 3e-3
+"""What it costs beside that to store a batch, for either (benchmarks.short)."""
 _MIN_EPOCHS = 2
+_LATER = 4
+"""Who ran so many epochs goes on for one: a proof in the last third of a run is lost."""
 _NUM_TIMED = 2
 """The least of these counts: the first warms up. What is timed is not stored."""
 
@@ -46,6 +52,8 @@ class Schedule:
     """Whether an earlier run has left something: there may be hits in the present one, too."""
     num_passes: int = 0
     """Begun by loaders like it."""
+    num_epochs: int = 0
+    """Of the last run in this directory, if there was one."""
 
     def forget(self) -> None:
         """What was measured does not hold any more."""
@@ -64,10 +72,13 @@ class Schedule:
     def why_not(self) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
-        steps = self.num_batches * (max(_MIN_EPOCHS, self.epoch // 2) + self.is_stored)
+        known = self.num_epochs - self.epoch - 1
+        to_come = max(_MIN_EPOCHS, known, self.epoch // _LATER)
+        steps = self.num_batches * (to_come + self.is_stored)
         served_s = _HIT_S[self.padded] if self.hits == 1 else _MIXED_S
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
         proof_s = _PROOF_FORWARDS[self.padded] * min(self.forwards, default=0.0) + _PROOF_S
+        proof_s += 0.0 if self.is_stored else self.num_batches * _STORED_S
         if gain_s >= proof_s:
             return None
         return (

@@ -26,12 +26,14 @@ def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, **known):
 @pytest.mark.parametrize(
     ("known", "is_proved"),
     [
-        (timed(8, 0.020, 0.030), False),  # 16 hits save 0.30 s, and a proof takes 0.34
-        (timed(9, 0.020, 0.030), True),
+        (timed(12, 0.020, 0.030), False),  # 24 hits save 0.46 s; proof and storing take 0.48
+        (timed(13, 0.020, 0.030), True),
+        (timed(12, 0.020, 0.030, epoch=8), False),  # it may be near its end
+        (timed(8, 0.020, 0.030, num_epochs=5), True),  # the last run in this directory had so many
         (timed(17, 0.020, 0.030, padded=True), False),
         (timed(17, 0.020, 0.030, padded=True, is_stored=True), True),  # hits in this epoch, too
         (timed(63, 0.020, 0.030, padded=True), True),
-        (timed(8, 0.020, 0.030, epoch=12), True),  # who ran so long goes on
+        (timed(8, 0.020, 0.030, epoch=16), True),  # who ran so long goes on
         (timed(17, 0.001, 0.030, load_s=0.05), True),  # samples that are slow to load
         (timed(10**6, 0.0008, 0.003), False),  # a hit itself takes as long
     ],
@@ -52,9 +54,9 @@ def test_loaders_that_are_made_anew_for_every_epoch_are_one_run():
     policy.begins("train#0", 0, 8)
     policy.timed("train#0", 0.020, 0.030)
     assert policy.postpones("train#0", padded=False) is not None
-    for number in range(1, 13):
+    for number in range(1, 17):
         policy.begins(f"train#{number}", 0, 8)
-    assert policy.postpones("train#12", padded=False) is None
+    assert policy.postpones("train#16", padded=False) is None
 
 
 def test_two_batches_are_timed_and_the_lesser_counts():
@@ -87,6 +89,8 @@ def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
             if gate == "auto":
                 assert stats.gate.startswith("postponed: 6 batches an epoch")
                 assert stats.num_samples == 0
+    with cached(tmp_path / "auto") as (_, cache):  # the next run knows how long this one was
+        assert cache.api.policy.num_epochs["train, 6"] == 4
     assert losses[0] == losses[1]
     assert sum("would hardly win back" in r.getMessage() for r in caplog.records) == 1
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
