@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
+from statistics import median_low
 from typing import Literal
 
 import numpy as np
@@ -48,7 +48,7 @@ class StepTimer:
         self._recent: dict[Kind, deque[float]] = {}
         self._computed_s = 0.0
         """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
-        are of few steps."""
+        are of few steps, of two the lower."""
         self._warm: list[float] = []
         """What the first steps took, of a sample."""
         self._was_computed = True
@@ -88,7 +88,7 @@ class StepTimer:
             self._num_captured += num_samples * (kind == "captured")
             if is_warm:
                 known = [self._recent[k] for k in _COMPUTED if k in self._recent]
-                self._computed_s = min(map(median, known))
+                self._computed_s = min(map(median_low, known))
             return
         if self._computed_s:
             per_sample = min(per_sample, _OUTLIER * self._computed_s)
@@ -112,7 +112,7 @@ class StepTimer:
         Where all samples were read by then, the first steps tell what a computed one takes.
         """
         credited_s = self._credited_s
-        captured_s = median(self._recent.get("captured", (credited_s,)))
+        captured_s = median_low(self._recent.get("captured", (credited_s,)))
         stored_s = (captured_s - credited_s) * self._num_captured
         return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
 
