@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from egeria_cache.device import default_device, device_name
-from egeria_cache.store import has_kernel
+from egeria_cache.store import kernel
 from egeria_cache.version import __version__
 
 NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil")
@@ -31,7 +31,7 @@ def main() -> int:
     device = default_device()
     where = "no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})"
     print(where)
-    print(f"reading: {'by the compiled kernel' if has_kernel() else 'in Python: no kernel here'}")
+    print(f"reading: {'by the compiled kernel' if kernel() else 'in Python: no kernel here'}")
     for what, names in (("needed", NEEDED), ("optional", OPTIONAL)):
         print(f"{what}:")
         for name in names:

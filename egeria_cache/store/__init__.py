@@ -31,7 +31,7 @@ from egeria_cache.store.disk.manifest import (
 )
 from egeria_cache.store.disk.place import ROOT_NAME
 from egeria_cache.store.generation import Generation, Located
-from egeria_cache.store.native import has_kernel
+from egeria_cache.store.native import kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.records.keys import decode_key
@@ -43,6 +43,6 @@ __all__ = [
     "FORMAT", "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "Codec", "Coder",
     "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
     "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
-    "generation_directories", "has_kernel", "in_use_elsewhere", "inspected", "is_unfinished",
+    "generation_directories", "in_use_elsewhere", "inspected", "is_unfinished", "kernel",
     "last_use", "pack", "read_json", "remove_generations", "tree_problem", "unpack", "write_json",
 ]  # fmt: skip

@@ -11,10 +11,10 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from egeria_cache.store.codecs.codec import Codec, Coder
 from egeria_cache.store.codecs.lossy import LossyError, Storage
 from egeria_cache.store.disk.budget import Budget
 from egeria_cache.store.disk.environment import GoneError
-from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, salvaged
+from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, salvaged
 from egeria_cache.store.disk.manifest import Manifest
 from egeria_cache.store.disk.place import FULL
 from egeria_cache.store.reader import read
@@ -46,6 +46,7 @@ SMALL_PART = 8
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
 _TROUBLE = GoneError, OSError, MemoryError
+_Seen = TypeVar("_Seen")
 BARE = "value"
 """Name under which a bare tensor is stored."""
 
@@ -128,11 +129,8 @@ class Generation:
         self._num_queued = 0
         self._write_again_at = 0.0
         self._said: set[str] = set()
-        self.totals = Totals()
-        """Sums over its records, as of the last look at `num_samples`, or commit."""
         self.counts = counts
         """Of the store."""
-        self._look()
 
     @property
     def is_idle(self) -> bool:
@@ -153,16 +151,20 @@ class Generation:
     @property
     def num_samples(self) -> int:
         """Records on disk."""
-        return self._look()
+        return self._look(lambda view: view.num_records, 0)
 
-    def _look(self) -> int:
+    @property
+    def totals(self) -> Totals:
+        """Sums over them."""
+        return self._look(View.totals, Totals())
+
+    def _look(self, what: Callable[[View], _Seen], without: _Seen) -> _Seen:
         try:
             with self._files.reading() as view:
-                self.totals = view.totals()
-                return view.num_records
+                return what(view)
         except _TROUBLE as error:
             self._missed(error)
-        return 0
+        return without
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -372,10 +374,7 @@ class Generation:
             OSError: The disk is full, or fails.
         """
         with self._budget.locked():
-            num_new, num_stored, self.totals = self._files.store(
-                records, raw_bytes, codec, error, self._budget.make_room
-            )
-        return num_new, num_stored
+            return self._files.store(records, raw_bytes, codec, error, self._budget.make_room)
 
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""

@@ -138,11 +138,6 @@ def kernel() -> Kernel | None:
         return None
 
 
-def has_kernel() -> bool:
-    """Tell whether batches are read without the interpreter."""
-    return kernel() is not None
-
-
 # -- as in kernel.c ----------------------------------------------------------------------------
 
 _MOST_HEAD_BYTES = 4096
@@ -170,7 +165,4 @@ def _at(words: array[int]) -> int:
 
 def _address(array: npt.NDArray[Any]) -> int:
     assert array.flags.c_contiguous
-    if array.flags.writeable and array.nbytes:  # a fifth of the time
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    address: int = array.ctypes.data
-    return address
+    return int(array.__array_interface__["data"][0])  # half the time of `ctypes.data`

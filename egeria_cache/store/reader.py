@@ -121,12 +121,10 @@ class Fetched:
         if self.num_hits == len(self.hit):
             return
         missing = np.flatnonzero(~self.hit).tolist()
-        for name, column in self.fields.items():
+        for column in self.fields.values():
             if isinstance(column, Tensor):
                 for row in missing:  # indices are not taken for every dtype
                     column[row].zero_()
-            else:
-                self.fields[name] = [one if self.hit[at] else None for at, one in enumerate(column)]
 
     def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call."""
@@ -195,11 +193,10 @@ class Fetched:
     def _column(self, values: list[Any], rows: npt.NDArray[np.int64]) -> Column:
         """Return one tensor if all of these rows are alike, with zeros where there are none."""
         there = [values[row] for row in rows.tolist()]
-        tensors = [one for one in there if isinstance(one, Tensor)]
-        kinds = {(one.shape, one.dtype) for one in tensors}
-        if len(tensors) < len(there) or len(kinds) != 1:
+        kinds = {(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in there}
+        if len(kinds) != 1 or None in kinds:
             return values
-        blank = torch.zeros_like(tensors[0])
+        blank = torch.zeros_like(there[0])
         return torch.stack([blank if one is None else one for one in values])
 
 

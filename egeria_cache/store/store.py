@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +291,7 @@ class ActivationStore:
         again after it was interrupted.
         """
         self._closed = True
-        self._writer.close(timeout_s)
-        for generation in list(self._generations.values()):
-            generation.release()
+        _shut_down(self._writer, self._generations, os.getpid(), timeout_s)
         self._finalizer.detach()
 
     def __enter__(self) -> ActivationStore:
@@ -301,19 +300,16 @@ class ActivationStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "directory": self.directory, "limit": self.limit_bytes, "codec": self._codec,
-            "storage_dtype": self._storage, "force_network": self._force_network,
-        }  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        ActivationStore.__init__(self, **state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = partial(type(self), storage_dtype=self._storage, force_network=self._force_network)
+        return again, (self.directory, self.limit_bytes, self._codec)
 
 
-def _shut_down(writer: Writer, generations: Mapping[str, Generation], process: int) -> None:
+def _shut_down(
+    writer: Writer, generations: Mapping[str, Generation], process: int, timeout_s: float = 10.0
+) -> None:
     if os.getpid() != process:  # a forked child has none of the threads
         return
-    writer.close(10.0)
+    writer.close(timeout_s)
     for generation in list(generations.values()):
         generation.release()

@@ -65,8 +65,7 @@ class Job:
 
     def pick(self, known: npt.NDArray[np.bool_]) -> int:
         """Leave out the rows that are stored, bool (B,); return how many are left."""
-        if known.any():
-            self.picked = [row for row in self.picked if not known[row]]
+        self.picked = [row for row in self.picked if not known[row]]
         return len(self.picked)
 
     def is_like(self, other: Job) -> bool:
@@ -121,10 +120,6 @@ class Writer:
             return taken
 
     @property
-    def _has_work(self) -> bool:
-        return bool(self._jobs) or self._busy
-
-    @property
     def _is_ripe(self) -> bool:
         """Whether what waits is to be committed."""
         return (
@@ -158,8 +153,10 @@ class Writer:
         with self._changed:
             self._hurries = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self.alive and self._has_work), timeout_s)
-            return not self._has_work and not self.why_dead
+            self._changed.wait_for(
+                lambda: not (self.alive and (self._jobs or self._busy)), timeout_s
+            )
+            return not (self._jobs or self._busy or self.why_dead)
 
     def discard(self, should_go: Callable[[Job], bool]) -> int:
         """Drop queued batches; return how many."""

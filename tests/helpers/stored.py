@@ -14,8 +14,8 @@ __all__ = ["damage_a_record", "stored_bytes"]
 def damage_a_record(generation: Path, at: int = 60) -> None:
     """Flip a bit of the first record, at this byte of it."""
     with inspected(generation) as view:
-        _, entry = next(view.entries())
-    place, _, number = entry[0].tolist()
+        key, _ = next(view.records())
+        ((place, _, number),) = view.located([key]).tolist()
     if place:
         with (generation / "data.mdb").open("r+b") as file:
             file.seek(place + at)

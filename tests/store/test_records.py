@@ -115,23 +115,16 @@ def sample_record(codec, dtype=torch.float32):
     return encoded
 
 
-def test_a_record_with_any_bit_flipped_is_refused(codec):
+def test_a_record_with_any_bit_flipped_cut_short_or_continued_is_refused(codec):
     key, record, layout = sample_record(codec)
     decode(key, record, layout)
+    changed = [bytearray(record + b"\0")]
     for at in range(len(record)):
-        damaged = bytearray(record)
-        damaged[at] ^= 1 << at % 8
+        changed += bytearray(record), bytearray(record[:at])
+        changed[-2][at] ^= 1 << at % 8
+    for one in changed:
         with pytest.raises(RecordError):
-            open_record(key, bytes(damaged), layout)
-
-
-def test_a_record_cut_short_or_continued_is_refused(codec):
-    key, record, layout = sample_record(codec)
-    for length in range(len(record)):
-        with pytest.raises(RecordError):
-            open_record(key, record[:length], layout)
-    with pytest.raises(RecordError):
-        open_record(key, record + b"\0", layout)
+            open_record(key, bytes(one), layout)
 
 
 def test_a_record_under_another_key_layout_or_generation_is_refused():

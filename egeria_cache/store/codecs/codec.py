@@ -66,7 +66,7 @@ class CodecError(ValueError):
     """Stored bytes do not decode to what their record promises."""
 
 
-class NeedsKernelError(CodecError):
+class NeedsKernelError(ValueError):
     """Nothing is wrong with stored bytes that cannot be decoded here."""
 
 

@@ -70,7 +70,8 @@ def pack(rows: Tensor, storage: Storage) -> tuple[Tensor, Storage]:
     Rows that the storage cannot hold (other dtypes, infinities, overflow) keep every bit.
     """
     num_rows = len(rows)
-    if storage is not None and _applies(rows.dtype, storage):
+    width = 1 if storage == "int8" else 2
+    if storage is not None and rows.is_floating_point() and rows.element_size() > width:
         if storage == "int8":
             packed = _pack_int8(rows.float())
         else:
@@ -94,11 +95,6 @@ def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, storage: 
     scales = packed[:, : 4 * num_scales].contiguous().view(-1).view(torch.float32)
     levels = packed[:, 4 * num_scales :].contiguous().view(torch.int8).view(num_rows, *shape)
     return (levels.float() * _spread(scales.view(num_rows, num_scales), shape)).to(dtype)
-
-
-def _applies(dtype: torch.dtype, storage: str) -> bool:
-    width = 1 if storage == "int8" else 2
-    return dtype.is_floating_point and dtype.itemsize >= 2 and dtype.itemsize > width
 
 
 def _pack_int8(rows: Tensor) -> Tensor | None:

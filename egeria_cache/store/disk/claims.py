@@ -26,13 +26,6 @@ OUR_FILES = (
 Those of earlier formats are among them."""
 
 
-class BeingRemovedError(OSError):
-    """Another thread or process is just removing the generation; it can be made anew."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(errno.EBUSY, "it is being removed", str(directory))
-
-
 def remove_directory(directory: Path) -> bool:
     """Unlink a generation; readers of other processes keep its files until they close them.
 
@@ -90,27 +83,23 @@ class Claim:
     """A shared lock on a generation, held until it is released or the process dies.
 
     Raises:
-        BeingRemovedError: Another process has the only lock, or the directory is gone.
-        OSError: The file cannot be opened now.
+        OSError: The file cannot be opened now; EBUSY while another process has the only lock, or
+            where the directory is gone: it is just being removed, and can be made anew.
     """
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
-        path = directory / IN_USE_NAME
+        flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
         try:
-            self._descriptor = open_own(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError as error:
-            raise BeingRemovedError(directory) from error
-        self.release = weakref.finalize(self, unlock, self._descriptor, os.getpid())
-        """May be called twice; happens by itself to a claim that is dropped."""
-        try:
+            self._descriptor = open_own(directory / IN_USE_NAME, flags)
+            self.release = weakref.finalize(self, unlock, self._descriptor, os.getpid())
+            """May be called twice; happens by itself to a claim that is dropped."""
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.fstat(self._descriptor).st_nlink == 0:  # removed between opening and locking
                 raise BlockingIOError
             if not readonly:
                 os.utime(self._descriptor)
-        except BlockingIOError as error:
-            self.release()
-            raise BeingRemovedError(directory) from error
+        except (FileNotFoundError, BlockingIOError) as error:
+            raise OSError(errno.EBUSY, "it is being removed", str(directory)) from error
 
     def alone(self) -> bool:
         """Try to turn the shared lock into the only one."""

@@ -68,13 +68,13 @@ class Environment:
         self._num_users = 0
         """Who opened it, and transactions."""
         self._is_sound = True
-        """As far as LMDB has seen."""
+        """LMDB had no complaint; else the next one to open it walks over it."""
         self._counting = threading.Lock()
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
             self._env.reader_check()
             self.page_bytes: int = self._env.stat()["psize"]
-            self.tables = self._open_tables()
+            self.tables = {name: self._env.open_db(name, create=writes) for name in TABLES}
             with self._env.begin(buffers=True) as transaction:
                 self.map = self._map_of(transaction.get(TABLES[-1]))
             """Where LMDB has mapped the file, how many bytes at most, and its descriptor."""
@@ -118,7 +118,8 @@ class Environment:
                     one._num_users += 1
                 return one
             except lmdb.Error as error:
-                if getattr(error, "code", 0) == errno.EBADF:  # empty, and only read here
+                is_empty = getattr(error, "code", 0) == errno.EBADF
+                if is_empty or isinstance(error, lmdb.NotFoundError):  # and only read here
                     raise GoneError("nothing is stored in it as yet") from None
                 if isinstance(error, _DAMAGE):
                     raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
@@ -141,7 +142,7 @@ class Environment:
                 return  # it was opened again meanwhile
             del _opened[self._identity]
             self._env.close()
-            if self.writes and self._is_sound:  # else the next one to open it walks over it
+            if self.writes and self._is_sound:
                 _mark_closed(self.descriptor)
             with contextlib.suppress(OSError):  # it is closed whatever close() says
                 os.close(self.descriptor)
@@ -171,22 +172,13 @@ class Environment:
             with self._env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
                 yield transaction
         except lmdb.Error as error:
-            self._is_sound &= not isinstance(error, _DAMAGE)
+            self._is_sound = False
             # To LMDB, a write that was cut short is an input/output error.
             is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             self.close()
-
-    def _open_tables(self) -> dict[bytes, Any]:
-        if self.writes:  # in one commit
-            with self._env.begin(write=True) as transaction:
-                return {name: self._env.open_db(name, transaction) for name in TABLES}
-        try:
-            return {name: self._env.open_db(name, create=False) for name in TABLES}
-        except lmdb.NotFoundError:
-            raise GoneError("nothing is stored in it as yet") from None
 
     def place_of(self, view: memoryview) -> int:
         """Return where in the file a value of more than half a page lies, which never moves: LMDB

@@ -7,6 +7,7 @@ processes have committed is seen by the next look.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import struct
@@ -103,8 +104,7 @@ class GenerationFiles:
     Raises:
         DamagedError: They cannot be trusted to LMDB, or are lost.
         ForeignError: A file is not ours.
-        BeingRemovedError: Another process is just removing the generation.
-        OSError: A file cannot be opened now.
+        OSError: A file cannot be opened now; EBUSY where another process is just removing it.
     """
 
     def __init__(self, directory: Path, *, writes: bool, claims: bool = True) -> None:
@@ -146,11 +146,13 @@ class GenerationFiles:
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
-        with contextlib.suppress(OSError):
+        try:
             found = os.fstat(self._environment.descriptor)
-            if os.path.samestat(found, (self.directory / DATA_NAME).lstat()):
-                return
-        raise GoneError(f"{self.directory} was removed while in use")
+            is_ours = os.path.samestat(found, (self.directory / DATA_NAME).lstat())
+        except OSError as error:  # anything else may pass
+            is_ours = error.errno not in (errno.ENOENT, errno.ENOTDIR)
+        if not is_ours:
+            raise GoneError(f"{self.directory} was removed while in use")
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[View]:
@@ -175,7 +177,7 @@ class GenerationFiles:
         codec: Codec | None,
         error: LossyError,
         room: Callable[[int], int],
-    ) -> tuple[int, int, Totals]:
+    ) -> tuple[int, int]:
         """Store records in one commit, as far as there is room; see `Generation.take`.
 
         Args:
@@ -196,7 +198,7 @@ class GenerationFiles:
                 commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
         for key in fitting.keys:
             self.hidden.pop(key, None)
-        return len(new), len(fitting), commit.totals
+        return len(new), len(fitting)
 
 
 class View:
@@ -247,12 +249,6 @@ class View:
         """Of all samples and variants."""
         return int(self._transaction.stat(self.tables[b"samples"])["entries"])
 
-    def entries(self) -> Iterator[tuple[bytes, Entries]]:
-        """Yield all keys, each with its entry, shape (1,)."""
-        for key, value in self._transaction.cursor(self.tables[b"samples"]):
-            whole = bytes(value) if len(value) == ENTRY.itemsize else _NO_ENTRY
-            yield bytes(key), np.frombuffer(whole, ENTRY)
-
     def record(self, key: bytes, entry: Any) -> Record:
         """Return a sample's record: from its place, or from its block where a compacted copy of the
         file has moved it.
@@ -275,10 +271,11 @@ class View:
 
     def records(self) -> Iterator[tuple[bytes, Record | RecordError]]:
         """Yield all keys, each with its record, or with why it has no intact one."""
-        for key, entry in self.entries():
+        keys = self._transaction.cursor(self.tables[b"samples"]).iternext(values=False)
+        for key in map(bytes, keys):
             found: Record | RecordError
             try:
-                found = self.record(key, entry[0])
+                found = self.record(key, self.located([key])[0])
             except RecordError as error:
                 found = error
             except OSError as error:
@@ -327,9 +324,9 @@ class _Commit:
         Raises:
             ValueError: Others have another layout.
         """
-        known = self._view.layout
+        known, put, about = self._view.layout, self._transaction.put, self._tables[b"about"]
         if known is None:
-            self._put(b"about", LAYOUT, records.layout.sealed(self._view.files.identity))
+            put(LAYOUT, records.layout.sealed(self._view.files.identity), db=about)
         elif known != records.layout:
             raise ValueError("another process has stored records of another layout")
         self._remove_superseded(records.replaced or ())
@@ -340,7 +337,7 @@ class _Commit:
         self.totals.stored_bytes += sum(records.sizes)
         self.totals.codec = codec
         self.totals.error.join(error)
-        self._put(b"about", TOTALS, self.totals.pack())
+        put(TOTALS, self.totals.pack(), db=about)
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
         """Write records, so many bytes of neighbours as one value; yield their entries."""
@@ -376,9 +373,6 @@ class _Commit:
         content = self._transaction.get(key, db=blocks)
         if content is not None and len(content) - size < 8:  # else others lie there, too
             self._transaction.delete(key, db=blocks)
-
-    def _put(self, table: bytes, key: bytes, value: Any) -> None:
-        self._transaction.put(key, value, db=self._tables[table])
 
 
 # -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------

@@ -81,10 +81,7 @@ def each_variant(variant: Variants, count: int) -> list[int]:
     """Return the variants of so many samples."""
     if isinstance(variant, int):
         return [variant] * count
-    # `broadcast_to` takes longer than all the rest of encoding a small batch's keys.
-    variant = np.asarray(variant)
-    whole = variant.shape == (count,)
-    found: list[int] = (variant if whole else np.broadcast_to(variant, count)).tolist()
+    found: list[int] = np.broadcast_to(variant, count).tolist()
     return found
 
 

@@ -22,7 +22,6 @@ Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""
 Plain = str | bytes | int | float | bool | None
 
-MAX_FIELDS = 255
 MAX_FIELD_BYTES = 1 << 40
 
 _DTYPE_NAMES = (
@@ -34,6 +33,7 @@ DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
 """Codes on disk; one this torch does not know makes the record unreadable, not wrong."""
+_CODES: dict[torch.dtype | None, int] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class RecordError(ValueError):
@@ -42,12 +42,9 @@ class RecordError(ValueError):
 
 def code_of(dtype: torch.dtype | None) -> int | None:
     """Return what stands for a dtype on disk; `ValueError` if nothing does."""
-    for code, known in DTYPES.items():
-        if known == dtype:
-            return code
-    if dtype is None:
-        return None
-    raise ValueError(f"no record holds tensors of {dtype}")
+    if dtype is not None and dtype not in _CODES:
+        raise ValueError(f"no record holds tensors of {dtype}")
+    return _CODES.get(dtype)
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,8 @@ class Layout:
 
     @cached_property
     def is_plain(self) -> bool:
-        """All fields are tensors of one size, and no more than the kernel knows."""
-        return all(one.dtype for one in self.fields) and len(self.fields) <= MAX_FIELDS
+        """All fields are tensors of one size."""
+        return all(one.dtype for one in self.fields)
 
     @cached_property
     def seed(self) -> int:

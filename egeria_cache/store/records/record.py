@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.codecs.codec import Codec, CodecError, Coder, NeedsKernelError
+from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
@@ -132,8 +132,6 @@ class Encoded:
 
     def only(self, wanted: Sequence[bool]) -> Encoded:
         """Return some of the records."""
-        if all(wanted):
-            return self
         columns = self.keys, self.pieces, self.replaced
         chosen: list[Any] = [one and [*compress(one, wanted)] for one in columns]
         return Encoded(self.layout, *chosen)
@@ -321,8 +319,6 @@ class Record:
             if field.storage is None:
                 return packed.view(field.dtype).view(field.shape)
             return unpack(packed[None], field.shape, field.dtype, field.storage)[0]
-        except NeedsKernelError:
-            raise
         except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
 
