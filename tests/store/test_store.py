@@ -3,6 +3,7 @@ import signal
 import subprocess
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from egeria_cache.store.records.keys import NO_DRAW
 from egeria_cache.store.records.layout import DTYPES
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import keep, random_rows, warnings_of
-
-FLUSH_S = 30
-
 
 rows = partial(random_rows, width=16)
 
@@ -98,9 +96,12 @@ def test_settings_that_there_are_not_are_refused_with_the_known_ones(directory, 
         ActivationStore(directory, **settings)
 
 
-def test_a_closed_store_serves_misses_and_drops_writes(store):
+def test_a_closed_store_serves_misses_and_drops_writes(store, monkeypatch):
     generation = store.open_generation({})
-    store.close()
+    with monkeypatch.context() as patched:  # whatever the disk says to that
+        for name in ("close", "utime"):
+            patched.setattr(os, name, Mock(side_effect=OSError("Input/output error")))
+        store.close()
     store.close()
     assert not generation.put_batch([1], rows([1]))
     assert not generation.get_batch([1])[1].any()
@@ -142,7 +143,7 @@ def test_a_draw_supersedes_all_before_it_and_nothing_of_other_samples(store):
         for draw in (0, 2, 5):
             values = torch.full((2, 600), float(draw))
             generation.put_batch(name, values, variant=draw, replaces=none)
-        assert store.flush(FLUSH_S)
+        assert store.flush(30)
         keep(store, name[:1], torch.ones(1, 600), variant=6, replaces=3, into=generation)
         kept = {
             one: [draw for draw in range(8) if generation.contains([one], variant=draw).all()]

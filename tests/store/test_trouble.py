@@ -13,6 +13,7 @@ import subprocess
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -318,9 +319,7 @@ def lose_description(copy, patch):
 
 
 def fill_disk(copy, patch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     patch.setattr("egeria_cache.store.disk.place.write_json", full)
 
 
@@ -347,9 +346,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
         os.utime(path / "data.mdb")
     before = [(path / "data.mdb").read_bytes() for path in paths]
 
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
+    fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with monkeypatch.context() as patched, ActivationStore(copy) as store:
         patched.setattr(environment_module, "verify", fail)
         for fields in FIELDS:
@@ -404,9 +401,7 @@ def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store,
 
 
 def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with ActivationStore(tmp_path / "cache") as store:
         for _ in range(2):
@@ -420,9 +415,7 @@ def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monk
 def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
     keep(store, [1], rows([1]))
 
-    def die(job):
-        raise SystemError("the thread is killed")
-
+    die = Mock(side_effect=SystemError("the thread is killed"))
     monkeypatch.setattr(store._own(), "commit", die)
     store.put_batch([2], rows([2]))
     store._writer._thread.join(DEADLINE_S)
