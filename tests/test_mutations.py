@@ -127,7 +127,7 @@ MUTATIONS = {
     ),
     "a resumed epoch begins at its first batch": Mutation(
         file="egeria_cache/loader/resume.py",
-        old="range(0 if known else last.yielded)",
+        old="range(0 if knows_place else progress.yielded)",
         new="range(0)",
         caught_by="tests/loader/test_resume.py",
     ),

@@ -9,6 +9,7 @@ together as DataLoader would have given it (`assembly.py`), its tensors knowing 
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import time
@@ -54,7 +55,7 @@ MAX_CHANGES = 3
 class EgeriaLoader(ResumableLoader[T_co]):
     """DataLoader that skips the loading of cached samples, and reads their activations ahead.
 
-    Takes all of DataLoader's arguments; without `cache` and `seed` it *is* DataLoader.
+    Takes all of DataLoader's arguments; without `cache` and `seed` it gives what DataLoader gives.
 
     Args:
         cache: The `ActivationCache` of the model that is trained on these batches.
@@ -149,20 +150,20 @@ class EgeriaLoader(ResumableLoader[T_co]):
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
         self.source = LoaderSource(
-            self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=self.seed,
+            self.dataset, self._collate, sample_id=sample_id, sample_version=sample_version,
+            name=name, seed=None if self.batch_sampler is None else self.seed,
             draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
-        self._progress, self._resumes, self._rest = Progress(), False, None
+        self._progress, self._resumes = Progress(), False
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
-        self._is_plain = self._why_plain() is not None
+        self._is_uncached = self._why_uncached() is not None
         self._num_changes, self._ended_unchanged = 0, True
         self._assembly = Assembly(self.source)
         self._is_prepared = False
-        if not self._is_plain:
+        if not self._is_uncached and self.seed is not None:
             note(self)
 
     def _own_options(self) -> dict[str, Any]:
@@ -186,7 +187,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def _is_accelerate_prepared(self) -> bool:
         """Accelerate asks this of every loader before it rebuilds it: it is told how."""
         asked = type(self)._asked_by_accelerate
-        if not self._is_prepared and not self._is_plain and asked is not None:
+        if not self._is_prepared and not self._is_uncached and asked is not None:
             asked()
         return self._is_prepared
 
@@ -200,7 +201,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             size = str(len(cast(Sized, self.dataset)))
         if self.cache is None:
             cached = "no cache"
-        elif self._is_plain:
+        elif self._is_uncached:
             cached = "not cached"
         else:
             boundary = self.cache.boundary
@@ -227,8 +228,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     @in_turns()
     def __iter__(self) -> Any:
-        self.source.use_collate(self.collate_fn)
-        if self.cache is not None and not self._is_plain:
+        self.source.use_collate(self._collate)
+        if self.cache is not None and not self._is_uncached:
             with self.cache.api.beside(self.source.key):
                 if not self.cache.api.is_beside(self.source):
                     self._ask_data_again(at_end=False)
@@ -236,8 +237,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
-        base = self._begin(self._enter)
-        return self._plain_iter() if self._is_plain else Pass(self, self._progress, base)
+        goes_on = self._begin(self._enter)
+        if isinstance(self.dataset, IterableDataset):
+            return self._iterate(goes_on=goes_on)
+        return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""
@@ -255,10 +258,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
         other.source, other._assembly = self.source, self._assembly
         return other
 
-    def _why_plain(self) -> str | None:
-        """Why this loader is DataLoader and nothing else; None if it plans its batches."""
-        if self.cache is None and self.seed is None:
-            return "there is neither a cache nor a seed"
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        if self.batch_sampler is None:
+            return functools.partial(_alone, self.collate_fn)
+        return self.collate_fn
+
+    def _why_uncached(self) -> str | None:
+        """Why its batches are passed through as DataLoader's; None if they can be served."""
         reason = None
         if isinstance(self.dataset, IterableDataset):
             reason = (
@@ -269,7 +276,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             reason = "batch_size=None turns batching off; give a batch_size or a batch_sampler"
         if reason is not None and self.cache is not None:
             self.cache.api.leave_uncached(self.source.key, reason)
-        elif reason is not None:
+        elif reason is not None and self.seed is not None:
             log.warning("loader %r passes its batches through uncached: %s", self.name, reason)
         return reason
 
@@ -278,7 +285,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
         What a pass stored under the old name is removed if the change came while it ran.
         """
-        if self.cache is None or self._is_plain:
+        if self.cache is None or self._is_uncached:
             return
         began = time.perf_counter()
         what = self.source.fingerprint.changed()
@@ -343,7 +350,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 SeededDataset(self.source.samples),  # type: ignore[arg-type]
                 batch_sampler=tasks,
                 num_workers=self.num_workers,
-                collate_fn=CollateLoaded(self.collate_fn),  # type: ignore[arg-type]
+                collate_fn=CollateLoaded(self.source.collate),  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
                 timeout=self.timeout,
                 worker_init_fn=SeededWorkerInit(self.worker_init_fn),
@@ -354,6 +361,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 pin_memory_device=self.pin_memory_device,
                 in_order=self.in_order,
             )
+
+
+def _alone(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Collate where batching is turned off."""
+    return collate(samples[0])
 
 
 def _check_cache(cache: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from egeria_cache.batch import forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
-from egeria_cache.loader.resume import Progress, draw_base_seed
+from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource
 from egeria_cache.threads import outside_inference_mode
@@ -45,6 +45,7 @@ class Pass:
         self,
         loader: Any,  # an `EgeriaLoader`, which makes us
         progress: Progress,
+        batches: Iterator[Any],
         base: torch.Generator,
     ) -> None:
         self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -54,7 +55,8 @@ class Pass:
         # Not the loader's: one that is given back has none.
         self._source: LoaderSource = loader.source
         self._progress = progress
-        self._cache = cache = None if loader.cache is None else loader.cache.api
+        is_cached = loader.cache is not None and not loader._is_uncached
+        self._cache = cache = loader.cache.api if is_cached else None
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
             with self._beside():
@@ -65,13 +67,10 @@ class Pass:
             pin_memory=loader.pin_memory,
         )
         self._planner = Planner(
-            iter(loader._index_sampler), loader.source, progress.clock, cache, self._prefetcher,
+            batches, loader.source, progress.clock, cache, self._prefetcher,
             beside=self._beside, first_number=progress.yielded,
             num_foreseeable=num_foreseeable(loader.batch_sampler),
         )  # fmt: skip
-        if progress.drew_base_seed and loader._rest is None:
-            draw_base_seed(loader.generator)
-        loader._rest = None
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
         self._steps: deque[Plan] = deque(maxlen=2)

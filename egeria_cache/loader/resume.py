@@ -4,8 +4,8 @@ The state names the start of the epoch (the states of the random generators that
 from) and the number of batches given out since. It does not depend on what was read ahead, nor on
 the number of workers: resuming draws the same index batches again and drops those that were used.
 
-Below: DataLoader's own iterators, which keep the loader's `Progress`; index samplers that are
-entered in mid-epoch, or note their state with every batch; the random generators they draw from.
+An iterable data set has no index batches: DataLoader's own iterator goes over it, its batches are
+counted, and loaded again where it keeps no state.
 """
 
 from __future__ import annotations
@@ -18,22 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
-from torch.utils.data.dataloader import (
-    _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.samples import Clock
@@ -191,49 +180,21 @@ def _bytes(text: str) -> bytearray:
     return bytearray(base64.b64decode(text))  # torch wants memory that can be written
 
 
-class ResumedSampler:
-    """An index sampler that was entered in mid-epoch; from its second pass on it is whole."""
-
-    def __init__(self, rest: Iterator[Any], whole: Iterable[Any]) -> None:
-        self._once: Iterator[Any] | None = rest
-        self._whole = whole
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._whole) if self._once is None else self._run(self._once)
-
-    def _run(self, rest: Iterator[Any]) -> Iterator[Any]:
-        # Only now: DataLoader asks for an iterator twice before it uses one.
-        self._once = None
-        yield from rest
-
-
-class StatefulSampler:
-    """A stateful index sampler that notes its state whenever it was drawn from."""
-
-    def __init__(self, whole: Iterable[Any], state: Callable[[], Any], progress: Progress) -> None:
-        self._whole, self._state, self._progress = whole, state, progress
-
-    def __len__(self) -> int:
-        return len(self._whole)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        # DataLoader asks a batch sampler now, and what lies in a BatchSampler with the first batch.
-        return self._run(None if type(self._whole) is BatchSampler else iter(self._whole))
-
-    def _run(self, batches: Iterator[Any] | None) -> Iterator[Any]:
-        batches = iter(self._whole) if batches is None else batches
-        again, self._progress.may_be_empty = self._progress.may_be_empty, False
-        drawn = self._progress.drawn
-        while True:
-            for batch in batches:
-                again, state = False, None
-                with Attempt():
-                    state = self._state()
-                drawn.append(state)
-                yield batch
-            if not again:
-                return
-            again, batches = False, iter(self._whole)
+def noting(
+    whole: Iterable[Any], batches: Iterator[Any], state: Callable[[], Any], progress: Progress
+) -> Iterator[Any]:
+    """Draw `batches` from `whole`, a stateful index sampler, and note its state with every one."""
+    again, progress.may_be_empty = progress.may_be_empty, False
+    while True:
+        for batch in batches:
+            again, now = False, None
+            with Attempt():
+                now = state()
+            progress.drawn.append(now)
+            yield batch
+        if not again:
+            return
+        again, batches = False, iter(whole)
 
 
 def state_of(stateful: Any) -> Any:
@@ -246,32 +207,31 @@ def is_stateful(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
-class _CountingIterator:
-    """Mixed into DataLoader's own iterators: keeps the loader's `Progress`."""
+class CountingIterator:
+    """DataLoader's own iterator, which keeps the loader's `Progress`."""
 
-    progress: Progress
+    def __init__(self, iterator: Any, progress: Progress) -> None:
+        self.iterator, self.progress = iterator, progress
+
+    def __iter__(self) -> CountingIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.iterator)
 
     def __next__(self) -> Any:
         try:
-            batch = super().__next__()  # type: ignore[misc]
+            batch = next(self.iterator)
         except StopIteration:
             self.progress.finished = True
             raise
         self.progress.count()
         return batch
 
-
-class CountingSingle(_CountingIterator, _SingleProcessDataLoaderIter):
-    """Loads in this process."""
-
-
-class CountingMulti(_CountingIterator, _MultiProcessingDataLoaderIter):
-    """Loads in workers."""
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # Persistent workers serve many passes, and each may have an index sampler of its own.
-        self._index_sampler = loader._index_sampler
-        super()._reset(loader, first_iter)
+    def __getattr__(self, name: str) -> Any:
+        if name == "iterator":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.iterator, name)
 
 
 class ResumableLoader(DataLoader[T_co]):
@@ -279,7 +239,6 @@ class ResumableLoader(DataLoader[T_co]):
 
     _progress: Progress
     _resumes: bool
-    _rest: ResumedSampler | None
     _drawn_from: Any = None
     """The latest iterator over an iterable data set in this process."""
     _outer_epoch: Callable[[], int] | None = None
@@ -321,16 +280,11 @@ class ResumableLoader(DataLoader[T_co]):
         """
         self._progress.take_draws(Progress.from_state(state))
 
-    def _begin(self, enter: Callable[[int, Progress], tuple[int, int]]) -> torch.Generator:
-        """Begin the next pass, or the rest of one.
-
-        Sets `_progress`, and lets `_index_sampler` give the batches that are left.
+    def _begin(self, enter: Callable[[int, Progress], tuple[int, int]]) -> bool:
+        """Begin the next pass; whether it is the rest of the one that a loaded state tells of.
 
         Args:
             enter: The epoch and how far the pass before it came -> `Progress.ahead` and `since`.
-
-        Returns:
-            A generator in the state from which DataLoader draws the base seed of this pass.
         """
         last, resumes, self._resumes = self._progress, self._resumes, False
         rng, draws_base_seed = self._sampler_rng, not self._keeps_workers
@@ -339,7 +293,7 @@ class ResumableLoader(DataLoader[T_co]):
         if resumes and last.start is not None and not last.finished:
             rng.set(last.start)
             if (last.yielded or last.dataset is not None) and not self._starts_over(last):
-                return self._continue(last, rng)
+                return True
             epoch, draws_base_seed = last.epoch, last.drew_base_seed
         else:
             if resumes and last.now is not None:
@@ -358,7 +312,7 @@ class ResumableLoader(DataLoader[T_co]):
             any_order=self.num_workers > 0 and not self.in_order,
             may_be_empty=loaded and last.finished,
         )  # fmt: skip
-        return self._base_generator.clone_state()
+        return False
 
     @property
     def _keeps_workers(self) -> bool:
@@ -366,8 +320,8 @@ class ResumableLoader(DataLoader[T_co]):
 
     def _num_drawn(self) -> int | None:
         """Return what an epoch draws; None if nobody says, or if it changes on the way."""
-        whole = super()._index_sampler
-        if self._stateful is not None or self._is_iterable:
+        whole = self._index_sampler
+        if self._stateful is not None:
             return None
         with Attempt():  # of whatever kind: not every sampler has a length
             return len(cast(Any, whole.sampler if type(whole) is BatchSampler else whole))
@@ -383,96 +337,58 @@ class ResumableLoader(DataLoader[T_co]):
             )
         return last.any_order
 
-    def _continue(self, last: Progress, rng: SamplerRng) -> torch.Generator:
-        num_drawn = self._num_drawn()
-        if None not in (last.num_drawn, num_drawn) and last.num_drawn != num_drawn:
-            log.warning(
-                "the loader's state was taken in the middle of an epoch of %d draws, and an epoch "
-                "has %d now: what follows is not the rest of that one. Load the state with the "
-                "data set and the sampler that it was taken with, or begin an epoch",
-                last.num_drawn, num_drawn,
-            )  # fmt: skip
-        base = self._base_generator.clone_state()
-        if last.drew_base_seed:
+    def _index_batches(self, *, goes_on: bool) -> tuple[Iterator[Any], torch.Generator]:
+        """Return the index batches of the pass that has begun, or those that are left of it, and a
+        generator in the state from which DataLoader draws its base seed.
+        """
+        base, stateful = self._base_generator.clone_state(), self._stateful
+        progress = self._progress
+        knows_place = goes_on and progress.sampler is not None and stateful is not None
+        if knows_place:
+            stateful.load_state_dict(progress.sampler)
+        batches = iter(self._index_sampler)
+        if stateful is not None:
+            # Without a way back to the loader: see `Pass` about cycles.
+            state = partial(state_of, stateful)
+            batches = noting(self._index_sampler, batches, state, progress)
+        if progress.drew_base_seed:
             draw_base_seed(self.generator)
-        whole, known = self._index_sampler, last.sampler is not None and self._stateful is not None
-        if known:
-            self._stateful.load_state_dict(last.sampler)  # it knows where it was
-        batches = iter(whole)
-        for _ in range(0 if known else last.yielded):
-            if next(batches, None) is None:
-                break
-        last.drawn.clear()
-        assert last.now is not None, "a loaded state holds the generators of its moment"
-        rng.set(last.now)
-        self._rest = ResumedSampler(batches, self._index_sampler)
-        self._progress = replace(last, now=None, front=last.yielded)
-        return base
+        if goes_on:
+            self._look_at_length(progress)
+            for _ in range(0 if knows_place else progress.yielded):
+                if next(batches, None) is None:
+                    break
+            progress.drawn.clear()
+            assert progress.now is not None, "a loaded state holds the generators of its moment"
+            self._sampler_rng.set(progress.now)
+            progress.now, progress.front = None, progress.yielded
+        # Without batches a sampler's are samples; each is one of them.
+        return batches if self.batch_sampler is not None else ([one] for one in batches), base
 
-    def _plain_iter(self) -> Any:
-        """Iterate as DataLoader does, counting what is given out."""
-        if self._progress.drew_base_seed and self._rest is None:
-            self._iterator = None  # DataLoader draws a seed where it starts workers
-        elif self._rest is None and self._iterator is None:
-            batches = iter(self._index_sampler)
-            self._rest = ResumedSampler(
-                chain(list(islice(batches, 1)), batches), self._index_sampler
-            )
-        continued = self._rest is not None
-        before = self._sampler_rng.get() if continued else None
-        iterator: Any = self._repeated() if continued and self._is_iterable else super().__iter__()
-        if before is not None:  # the base seed was drawn when the pass began
-            self._sampler_rng.set(before)
-        self._rest = None
-        self._drawn_from = iterator if self._is_iterable and self.num_workers == 0 else None
-        iterator.progress = self._progress
-        return iterator
-
-    def _repeated(self) -> Any:
-        """Iterate over an iterable data set from the pass's beginning, past what was given out.
+    def _iterate(self, *, goes_on: bool) -> Any:
+        """Iterate over an iterable data set as DataLoader does, counting what is given out.
 
         Without a state of its own, its batches can only be loaded again, from the same random
-        numbers.
+        numbers, past what was given out.
         """
-        progress = self._progress
-        assert progress.start is not None, "a pass had begun"
+        progress, rng = self._progress, self._sampler_rng
+        here = (progress.dataset or {}) if goes_on and self.num_workers == 0 else {}
+        after = progress.now if goes_on else None
         if progress.drew_base_seed:
-            self._iterator = None  # the numbers of persistent workers have gone on: others start
-        here = (progress.dataset or {}) if self.num_workers == 0 else {}
-        if not here:
-            self._sampler_rng.set(progress.start)
-        self._rest = None
+            self._iterator = None  # DataLoader draws a seed where it starts workers
+        elif self._iterator is None:
+            after = after or rng.get()  # no seed was drawn for those that go on elsewhere
         iterator: Any = super().__iter__()
         if "iterator" in here:
             iterator._dataset_fetcher.dataset_iter.load_state_dict(copy.deepcopy(here["iterator"]))
-        if here:
-            return iterator
-        iterator.progress = Progress()  # these do not count
-        for _ in range(progress.yielded):
+        for _ in range(progress.yielded if goes_on and not here else 0):
             if next(iterator, None) is None:
                 break
-        return iterator
-
-    def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
-            return CountingSingle(self)
-        self.check_worker_number_rationality()
-        return CountingMulti(self)
-
-    @property
-    def _index_sampler(self) -> Any:
-        rest = self.__dict__.get("_rest")
-        if rest is not None:
-            return rest
-        whole = super()._index_sampler
-        if self._stateful is None:
-            return whole
-        # Without a way back to the loader: see `Pass` about cycles.
-        return StatefulSampler(whole, partial(state_of, self._stateful), self._progress)
-
-    @property
-    def _is_iterable(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
+        if after is not None:
+            rng.set(after)
+        progress.now = None
+        self._drawn_from = iterator if self.num_workers == 0 else None
+        return CountingIterator(iterator, progress)
 
     def _dataset_state(self, finished: bool) -> dict[str, Any] | None:
         if self._drawn_from is None:
@@ -482,10 +398,21 @@ class ResumableLoader(DataLoader[T_co]):
             return None if finished else {"iterator": state_of(iterator)}
         return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None
 
+    def _look_at_length(self, last: Progress) -> None:
+        """Say so if the epoch to go on with has another length now."""
+        num_drawn = self._num_drawn()
+        if None not in (last.num_drawn, num_drawn) and last.num_drawn != num_drawn:
+            log.warning(
+                "the loader's state was taken in the middle of an epoch of %d draws, and an epoch "
+                "has %d now: what follows is not the rest of that one. Load the state with the "
+                "data set and the sampler that it was taken with, or begin an epoch",
+                last.num_drawn, num_drawn,
+            )  # fmt: skip
+
     @property
     def _stateful(self) -> Any:
         """The sampler that keeps its own place, in torchdata's protocol; None if there is none."""
-        batch_sampler = super()._index_sampler
+        batch_sampler = self._index_sampler
         for one in (batch_sampler, getattr(batch_sampler, "sampler", None)):
             if is_stateful(one):
                 return one
@@ -497,7 +424,7 @@ class ResumableLoader(DataLoader[T_co]):
 
     @property
     def _sampler_rng(self) -> SamplerRng:
-        return SamplerRng(self.generator, super()._index_sampler)
+        return SamplerRng(self.generator, self._index_sampler)
 
 
 def draw_base_seed(generator: torch.Generator | None) -> None:
