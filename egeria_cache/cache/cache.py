@@ -234,13 +234,9 @@ class ActivationCache:
         on_disk, (raw_bytes, stored_bytes) = self._store.stats(), views.retired_bytes
         return replace(
             counts,
-            dropped_writes=on_disk.dropped_writes,
-            corrupt=on_disk.corrupt,
-            num_samples=on_disk.num_samples,
-            bytes_on_disk=on_disk.bytes_on_disk,
+            **{name: getattr(on_disk, name) for name in _ON_DISK},
             raw_bytes=on_disk.raw_bytes + raw_bytes,
             stored_bytes=on_disk.stored_bytes + stored_bytes,
-            limit_bytes=on_disk.limit_bytes,
             saved_s=status.policy.saved_s,
             proof_s=status.policy.proof_s,
             gate=status.policy.sentence(status.boundary),
@@ -352,6 +348,9 @@ class ActivationCache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_ON_DISK = "dropped_writes", "corrupt", "num_samples", "bytes_on_disk", "limit_bytes"
 
 
 def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:

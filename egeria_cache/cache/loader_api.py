@@ -57,7 +57,8 @@ class LoaderApi:
         self._host = host
         self.policy = status.policy
         with contextlib.suppress(OSError, StoreError):
-            self.policy.num_epochs |= read_json(directory / _EPOCHS, ROOT_FORMAT)
+            noted = read_json(directory / _EPOCHS, ROOT_FORMAT).items()
+            self.policy.num_epochs |= {name: num for name, num in noted if type(num) is int}
         self.counters = status.counters
         self.readers = readers
         """The threads that read ahead, shared by all loaders."""
@@ -96,9 +97,12 @@ class LoaderApi:
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""
-        if known := self.policy.num_epochs:
-            with contextlib.suppress(OSError, StoreError):
-                write_json(self._directory / _EPOCHS, {**known, "format": ROOT_FORMAT})
+        if self.policy.num_epochs:
+            self._note(_EPOCHS, self.policy.num_epochs)
+
+    def _note(self, name: str, content: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError, StoreError):
+            write_json(self._directory / name, {**content, "format": ROOT_FORMAT})
 
     def adopt(self, source: LoaderSource) -> None:
         """Let a new loader read from its first batch on what others of its name have stored, if the
@@ -122,10 +126,11 @@ class LoaderApi:
             self._status.views.forget(key)  # it asks again when it begins another pass
 
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
-        """All samples of a loader have been passed."""
+        """All samples of a loader have been passed: note where the next pass stands."""
         if source.is_random and self.views(source.key):
             self._clocks[_note_of(source)] = after = Clock(clock.tick + 1, clock.since)
-            _note(self._directory, source, after)
+            draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
+            self._note(_note_of(source), {**draws, "tick": after.tick, "since": after.since})
 
     def next_pass_of(self, source: LoaderSource) -> Clock | None:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
@@ -251,17 +256,8 @@ class LoaderApi:
         )  # fmt: skip
 
 
-NOTE = "note-"
-_EPOCHS = f"{NOTE}epochs.json"
+NOTE, _EPOCHS = "note-", "note-epochs.json"
 MAX_TICK = 1 << 31
-
-
-def _note(directory: Path, source: LoaderSource, after: Clock) -> None:
-    """Note where the next pass over a loader's random samples stands."""
-    draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
-    content = {"format": ROOT_FORMAT, **draws, "tick": after.tick, "since": after.since}
-    with contextlib.suppress(OSError, StoreError):
-        write_json(directory / _note_of(source), content)
 
 
 def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

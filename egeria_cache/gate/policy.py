@@ -7,8 +7,8 @@ whole steps have the last word: part J of docs/architecture.md.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from egeria_cache.gate.schedule import Schedule
 from egeria_cache.gate.steps import Kind, StepTimer
@@ -60,14 +60,14 @@ class ServingPolicy:
     """
 
     def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
-        self.num_epochs = dict[str, Any]()
+        self.num_epochs = dict[str, int]()
         """How many the last run had, by a loader's name and its number of batches."""
         self.mode = mode
-        self.stopped: dict[str, str] = {}
-        """Loaders for which skipping did not pay under this boundary, and why."""
+        self.stopped = set[str]()
+        """Loaders for which skipping did not pay under this boundary."""
         self.idle: dict[str, str] = {}
-        """Loaders whose batches are computed plainly for the rest of the epoch, and why; those that
-        are `stopped` among them, for longer."""
+        """Loaders whose batches are computed plainly for the rest of the epoch, and why; the
+        `stopped` ones for longer."""
         self.proof_s = 0.0
         """What proofs have taken so far."""
         self.beside_s = 0.0
@@ -81,15 +81,16 @@ class ServingPolicy:
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
         self._overlap, self._is_stored = overlap, is_stored
         self._earlier: str | None = None
-        self._timers: dict[tuple[str, str], StepTimer] = {}
-        self._schedules: dict[str, Schedule] = {}
+        self._timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
+        self.schedules: dict[str, Schedule] = {}
+        """By loader."""
         self._shared: dict[str, Schedule] = {}
 
     def moved(self) -> None:
         """The frozen boundary is another one: decide anew."""
         self.stopped.clear()
         self.idle.clear()
-        for known in self._schedules.values():  # what was measured was of the other one
+        for known in self.schedules.values():  # what was measured was of the other one
             known.forget()
         self._earlier, self.seeks_cut = None, self.mode == "auto"
 
@@ -102,11 +103,9 @@ class ServingPolicy:
             return
         # Scripts make a loader anew for every epoch: one of its name and length was known before.
         alike = f"{loader.rpartition('#')[0]}, {num_batches}"
-        if alike not in self._shared:
-            known, stored = self.num_epochs.get(alike), self._is_stored
-            last = known if type(known) is int else 0  # anything may stand in a file
-            self._shared[alike] = Schedule(num_batches, is_stored=stored, num_epochs=last)
-        schedule = self._schedules.setdefault(loader, self._shared[alike])
+        known = self.num_epochs.get(alike, 0)
+        new = Schedule(num_batches, is_stored=self._is_stored, num_epochs=known)
+        schedule = self.schedules.setdefault(loader, self._shared.setdefault(alike, new))
         schedule.epoch = max(epoch, schedule.num_passes)
         schedule.num_passes += 1
         self.num_epochs[alike] = schedule.epoch + 1
@@ -120,17 +119,13 @@ class ServingPolicy:
 
     def wants_timing(self, loader: str) -> bool:
         """Whether a batch is to be computed plainly before anything is proved, to be timed."""
-        schedule = self._schedules.get(loader)
+        schedule = self.schedules.get(loader)
         return schedule is not None and schedule.wants_timing
 
     def timed(self, loader: str, front_s: float, forward_s: float) -> None:
         """A batch was computed plainly: its front, and all of the model, in so many seconds."""
-        self._schedules[loader].fronts.append(front_s)
-        self._schedules[loader].forwards.append(forward_s)
-
-    def loaded(self, loader: str, seconds: float) -> None:
-        """A batch took so many seconds of processor time to load, those of workers included."""
-        self._schedules[loader].loads.append(seconds)
+        self.schedules[loader].fronts.append(front_s)
+        self.schedules[loader].forwards.append(forward_s)
 
     def postpones(self, loader: str, *, padded: bool, hits: float = 1.0) -> str | None:
         """Say why this loader should be computed plainly for the rest of the epoch.
@@ -140,7 +135,7 @@ class ServingPolicy:
             padded: Whether its samples are.
             hits: Part of its samples that are expected to be hits once all are stored.
         """
-        schedule = self._schedules.get(loader)
+        schedule = self.schedules.get(loader)
         if schedule is None:
             return None
         schedule.hits, schedule.padded = hits, padded
@@ -157,7 +152,7 @@ class ServingPolicy:
 
     def wants_control(self, loader: str, boundary: str) -> bool:
         """Whether a batch that could be served should be computed, for comparison."""
-        return self.mode == "auto" and self._timer(loader, boundary).wants_control()
+        return self.mode == "auto" and self._timers[loader, boundary].wants_control()
 
     def step(
         self, loader: str, boundary: str, kind: Kind, seconds: float, num_samples: float
@@ -171,7 +166,7 @@ class ServingPolicy:
             seconds: From one request for a batch to the next.
             num_samples: Of the batch.
         """
-        timer = self._timers.get((loader, boundary)) or self._timer(loader, boundary)
+        timer = self._timers[loader, boundary]
         proof_s, self._unnoted_s = min(self._unnoted_s, seconds), 0.0
         timer.step(kind, seconds, num_samples, proof_s=proof_s)
         if kind != "served" or self.mode != "auto" or not timer.is_due:
@@ -179,7 +174,8 @@ class ServingPolicy:
         pays, why = timer.verdict
         if pays or timer.measures_anew():
             return None
-        self.stopped[loader] = self.idle[loader] = why
+        self.stopped.add(loader)
+        self.idle[loader] = why
         return why
 
     def look_earlier(self, profile: tuple[Step, ...]) -> tuple[str, str] | None:
@@ -199,12 +195,11 @@ class ServingPolicy:
 
     def sentence(self, boundary: str | None) -> str:
         """Say in words what was decided under this boundary, for the statistics."""
-        waits = self.idle.keys() - self.stopped.keys()
-        found = {loader: f"postponed: {self.idle[loader]}" for loader in waits}
+        how = dict.fromkeys(self.stopped, "off")
+        found = {one: f"{how.get(one, 'postponed')}: {why}" for one, why in self.idle.items()}
         for (loader, at), timer in sorted(self._timers.items(), key=lambda one: one[1].num_served):
-            if at == boundary and loader not in waits:
-                how = "off" if loader in self.stopped else "on"
-                found[loader] = f"{how}: {self.stopped.get(loader) or timer.verdict[1]}"
+            if at == boundary and loader not in self.idle:
+                found[loader] = f"on: {timer.verdict[1]}"
         named = {loader.rpartition("#")[0]: what for loader, what in found.items()}
         said = [f"{name!r} {what}" if len(named) > 1 else what for name, what in named.items()]
         return "; ".join([*said, self._earlier] if self._earlier else said)
@@ -213,6 +208,3 @@ class ServingPolicy:
     def saved_s(self) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost."""
         return sum(timer.saved_s for timer in self._timers.values()) - self.beside_s
-
-    def _timer(self, loader: str, boundary: str) -> StepTimer:
-        return self._timers.setdefault((loader, boundary), StepTimer())

@@ -23,9 +23,8 @@ _MIXED_S = 4e-3
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
 _STORED_S = 3e-3
 """What it costs beside that to store a batch, for either (benchmarks.short)."""
-_MIN_EPOCHS = 2
-_LATER = 4
-"""Who ran so many epochs goes on for one: a proof in the last third of a run is lost."""
+_MIN_EPOCHS, _LATER = 2, 4
+"""Epochs that are expected; who ran so many goes on for one: a proof late in a run is lost."""
 _NUM_TIMED = 2
 """The least of these counts: the first warms up. What is timed is not stored."""
 
@@ -72,8 +71,7 @@ class Schedule:
     def why_not(self) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
-        known = self.num_epochs - self.epoch - 1
-        to_come = max(_MIN_EPOCHS, known, self.epoch // _LATER)
+        to_come = max(_MIN_EPOCHS, self.num_epochs - self.epoch - 1, self.epoch // _LATER)
         steps = self.num_batches * (to_come + self.is_stored)
         served_s = _HIT_S[self.padded] if self.hits == 1 else _MIXED_S
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)

@@ -87,7 +87,7 @@ class StepTimer:
             self._spent_s += proof_s
             self._num_captured += num_samples * (kind == "captured")
             if is_warm:
-                known = [self._recent[k] for k in _COMPUTED if k in self._recent]
+                known = filter(None, map(self._recent.get, _COMPUTED))
                 self._computed_s = min(map(median_low, known))
             return
         if self._computed_s:
@@ -111,14 +111,10 @@ class StepTimer:
 
         Where all samples were read by then, the first steps tell what a computed one takes.
         """
-        credited_s = self._credited_s
+        credited_s = self._computed_s or min(self._warm, default=0.0)
         captured_s = median_low(self._recent.get("captured", (credited_s,)))
         stored_s = (captured_s - credited_s) * self._num_captured
         return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
-
-    @property
-    def _credited_s(self) -> float:
-        return self._computed_s or min(self._warm, default=0.0)
 
     def measures_anew(self) -> bool:
         """Whether a verdict against serving is not followed yet, for all is measured anew, side by
@@ -127,7 +123,7 @@ class StepTimer:
         if self.num_served <= self._sure_until:
             return False
         self._sure_until, self._num_asked = self.num_served + _RECENT, _NUM_ASKED
-        self._earlier_s, self._warm = self.saved_s, [self._credited_s] * _NUM_WARM
+        self._earlier_s, self._warm = self.saved_s, [self._computed_s] * _NUM_WARM
         self._recent.clear()
         self._computed_s = self._num_samples = self._spent_s = self._num_captured = 0.0
         return True

@@ -246,7 +246,7 @@ class Pass:
     def _note_loading(self, seconds: float) -> None:
         """Tell the cache what a batch cost without it, as far as it wants to know."""
         assert self._cache is not None
-        self._cache.policy.loaded(self._source.key, seconds)
+        self._cache.policy.schedules[self._source.key].loads.append(seconds)
         self._times_loading = self._cache.policy.wants_timing(self._source.key)
 
     def _start_workers(self) -> Iterator[Loaded]:

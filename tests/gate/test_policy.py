@@ -166,8 +166,8 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
         assert cache.stats().hits == (5 * 48 if serves else 2 * 8 * 8)
         assert cache.stats().gate == ("on" if serves else "off") + ": it was slower"
         assert "it was slower" in cache.report()
-        key = loader.source.key
-        assert cache.api.may_store(key) is serves is not cache.api.is_plain(key)
+        assert cache.api.may_store(loader.source.key) is serves
+        assert cache.api.is_plain(loader.source.key) is not serves
 
 
 def test_a_step_is_its_own_batchs_where_the_loop_asks_for_the_next_one_first(tmp_path, monkeypatch):
