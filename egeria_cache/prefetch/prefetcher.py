@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import compress, count
 from operator import attrgetter
 from typing import Any
@@ -32,7 +32,6 @@ from egeria_cache.device import (
     leave_captures_alone,
     mark,
     pinned,
-    pins,
     room,
     runs_late,
     to_device,
@@ -40,7 +39,12 @@ from egeria_cache.device import (
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
-from egeria_cache.threads import compute_on_one_core, without_modes
+from egeria_cache.threads import (
+    compute_on_one_core,
+    num_dispatch_modes,
+    num_function_modes,
+    without_modes,
+)
 
 logger = logging.getLogger("egeria_cache.prefetch")
 
@@ -101,7 +105,8 @@ class PlannedEntry:
         self.is_given = False
         """Whether the batch was given out."""
         self.was_used = False
-        self._reading: Future[bool] | Deferred | None = None
+        self._reading: Future[bool] | bool = False
+        """Whether its rows were read, or who reads them."""
         self._prefetcher: Prefetcher | None = None
         """By which it is read when it is asked for, if nobody has read it with another one."""
         self._is_read: bool | None = None
@@ -124,11 +129,12 @@ class PlannedEntry:
         if self._rows is not None:
             return True
         try:
-            if self._prefetcher is not None:
-                self._reading, self._prefetcher = Deferred(self._prefetcher, self), None
-            return self._reading is not None and (
-                self._reading.result(timeout=READ_TIMEOUT_S) and self.alive
-            )
+            prefetcher, self._prefetcher = self._prefetcher, None
+            if prefetcher is not None:
+                self._reading = prefetcher.read_now(self)
+            reading = self._reading
+            is_read = reading.result(READ_TIMEOUT_S) if isinstance(reading, Future) else reading
+            return is_read and self.alive
         except Exception as error:
             if not is_beside(error):
                 raise
@@ -164,7 +170,7 @@ class PlannedEntry:
         # ring remembers: read again.
         with without_modes():
             tensors, found = self.view.generation.get_located(
-                self.located, pin_memory=pins(self.view.device)
+                self.located, pin_memory=self.view.is_pinned
             )
         if not found.all():
             raise LookupError("the rows can no longer be read")
@@ -207,7 +213,7 @@ class Prefetcher:
         """
         self.window = ring_batches
         """How many batches ahead of the one to be yielded are read."""
-        self.readers = readers
+        self._readers = readers
         self._pin_memory = pin_memory
         self._first = next(_passes) << 40
         """Number of this pass's first batch in a ring: later than all of the passes before."""
@@ -223,8 +229,7 @@ class Prefetcher:
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
-        is_new = entry._reading is None and entry._prefetcher is None
-        if is_new and not self._closed and self.readers is not None:
+        if not self._closed and self._readers is not None:
             view = entry.view
             if view is not self._near:
                 self._near = None if needs_ring(view.device) else view
@@ -234,9 +239,23 @@ class Prefetcher:
                 self._deferred.append(entry)
                 return
             try:
-                entry._reading = self.readers.submit(self.read, entry)
+                entry._reading = self._readers.submit(self.read, entry)
             except RuntimeError:  # the cache was closed: the entry never gets ready
                 self._closed = True
+
+    def read_now(self, entry: PlannedEntry) -> Future[bool] | bool:
+        """Read an entry's rows in the calling thread; whether they are there.
+
+        What is not in memory is a reader's all the same: a disk may take its time, and hang.
+        """
+        try:
+            has_modes = num_function_modes() or num_dispatch_modes()
+            with without_modes() if has_modes else nullcontext():
+                return self.read(entry, in_memory=True)
+        except NotInMemoryError:
+            assert self._readers is not None
+            self.has_waited = True
+            return self._readers.submit(self.read, entry)
 
     def release_before(self, number: int) -> None:
         """Batches before `number` were used; the most recent ones stay resident."""
@@ -281,7 +300,7 @@ class Prefetcher:
                 mask = np.zeros(len(entry.ids), np.bool_)
                 mask[new] = True
                 located = located.only(mask)
-            tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
+            tensors, found = view.generation.get_located(located, pin_memory=view.is_pinned)
             if not found.all():
                 return False
         rows = _put_together(view, tensors, None)
@@ -337,7 +356,7 @@ class Prefetcher:
         view = entries[0].view
         tensors, found = view.generation.get_located(
             Located.joined(list(map(_located, entries))),
-            pin_memory=pins(view.device), in_memory=in_memory,
+            pin_memory=view.is_pinned, in_memory=in_memory,
         )  # fmt: skip
         start = 0
         for entry in entries:
@@ -354,7 +373,7 @@ class Prefetcher:
         if padding is not None:
             entry.lengths = found[LENGTHS].numpy().astype(np.int64)
             longest = entry.longest
-        pin = self._pin_memory and pins(entry.view.device)
+        pin = self._pin_memory and entry.view.is_pinned
         for path, kind in entry.view.kept.items():
             rows = found[KEPT + path]
             if padding is None or longest is None or path not in padding.values:
@@ -442,7 +461,7 @@ def _put_together(
         if name.startswith(ACTIVATION):
             found[name[len(ACTIVATION) :]] = rows
     for name, one in view.cut.growth.items() if found and view.padding is not None else ():
-        pin = pins(view.device)
+        pin = view.is_pinned
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
@@ -492,37 +511,6 @@ def _column(kind: type, rows: Any) -> Rows:
 
 _MOST = 4
 """Readers: each takes a core, and the interpreter, from training as well."""
-
-
-class Deferred:
-    """A read that is done by the thread that asks for it, when it does; stands for a future.
-
-    What is not in memory is a reader's all the same: a disk may take its time, and hang.
-    """
-
-    def __init__(self, prefetcher: Prefetcher, entry: PlannedEntry) -> None:
-        self._prefetcher, self._entry = prefetcher, entry
-        self._is_new = True
-        self._handed_in: Future[bool] | None = None
-        self._is_there = False
-
-    def result(self, timeout: float | None = None) -> bool:
-        """Read, the first time; whether the rows are there.
-
-        Raises:
-            TimeoutError: A reader took longer than so many seconds.
-        """
-        is_new, self._is_new = self._is_new, False
-        if is_new:
-            read = self._prefetcher.read
-            try:
-                with without_modes():
-                    self._is_there = read(self._entry, in_memory=True)
-            except NotInMemoryError:
-                assert self._prefetcher.readers is not None
-                self._prefetcher.has_waited = True
-                self._handed_in = self._prefetcher.readers.submit(read, self._entry)
-        return self._is_there if self._handed_in is None else self._handed_in.result(timeout)
 
 
 def _begin() -> None:

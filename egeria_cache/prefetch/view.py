@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
-from egeria_cache.device import runs_late
+from egeria_cache.device import pins, runs_late
 
 if TYPE_CHECKING:
     from egeria_cache.prefetch.ring import Ring
@@ -86,6 +86,11 @@ class View:
     def is_late(self) -> bool:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
+
+    @cached_property
+    def is_pinned(self) -> bool:
+        """Whether its rows are read into page-locked memory."""
+        return pins(self.device)
 
     @cached_property
     def tagged(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
-from egeria_cache.skip.model.attach import inner_model, module_named, ordinary_arguments
+from egeria_cache.skip.model.entered import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
 from egeria_cache.skip.prove.cut_points import blocks, holds_stage

@@ -23,13 +23,7 @@ from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
-from egeria_cache.skip.model.attach import (
-    AttachedForward,
-    Scout,
-    inner_model,
-    module_named,
-    user_line,
-)
+from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
 from egeria_cache.skip.model.frozen import (
     FrozenPrefix,
     RequiresGradWatch,
@@ -236,7 +230,7 @@ class SkipEngine:
         self._method = method
         self.scout = Scout(self.model, self._entered_at)
         """Sees how the loop enters the model, until that has been called."""
-        self._attached: AttachedForward | None = None
+        self._attached: calls.AttachedForward | None = None
         self.is_aside, self._may_step_aside = False, True
         """Whether the model's forward is its own now, and whether that is to be looked at."""
         self._compiled = is_compiled(model)
@@ -840,7 +834,7 @@ class SkipEngine:
 
     def attach(self) -> None:
         """Take over `model.forward`. The model's `state_dict`, copies and pickles stay plain."""
-        self._attached = AttachedForward(self.model, self.forward, self._traced, self._method)
+        self._attached = calls.AttachedForward(self.model, self.forward, self._traced, self._method)
         self._forward, self.is_aside = self._attached.attach(), False
         if self._method != "forward":
             self.scout.close()

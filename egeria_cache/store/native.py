@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import os
+import threading
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ ABSENT, INTACT, DAMAGED, UNREADABLE = range(4)
 """How a record was read: not, since it is not in memory; as it should be; not as it should be; not,
 since the disk cannot."""
 
+_local = threading.local()
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -46,7 +48,6 @@ class Kernel:
 
     def read(
         self,
-        unpacker: Unpacker,
         file: tuple[int, int, int],
         seed: int,
         columns: Sequence[tuple[Tensor, int, tuple[int, bool]]],
@@ -59,7 +60,6 @@ class Kernel:
         (N,).
 
         Args:
-            unpacker: Of this thread.
             file: Where it is mapped, how many bytes at most, and its descriptor.
             seed: Of the records' checksums.
             columns: Per field N contiguous rows, their bytes, and what their numbers are.
@@ -67,6 +67,7 @@ class Kernel:
             keys: Of each record.
             waits: For the disk; else what is not in memory is not read.
         """
+        unpacker = self._unpacker()
         found, described = np.zeros(len(entries), np.uint8), array("Q")
         for rows, num_bytes, kind in columns:
             described.extend((rows.data_ptr(), num_bytes, *kind))
@@ -81,13 +82,17 @@ class Kernel:
         ])  # fmt: skip
         return self._read(_at(batch), len(found)), found
 
-    def decode(
-        self, unpacker: Unpacker, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]
-    ) -> bool:
+    def _unpacker(self) -> Unpacker:
+        """Return the calling thread's own."""
+        if not hasattr(_local, "unpacker"):
+            _local.unpacker = Unpacker(self)
+        unpacker: Unpacker = _local.unpacker
+        return unpacker
+
+    def decode(self, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]) -> bool:
         """Decode one field; whether it held what was promised.
 
         Args:
-            unpacker: Of this thread.
             codec: As on disk.
             stored: Any buffer.
             out: 1-d, contiguous, of the size that is promised; filled.
@@ -95,6 +100,7 @@ class Kernel:
         """
         if len(out) % elements[0]:
             return False
+        unpacker = self._unpacker()
         decoder = array("Q", [self._unzstd, unpacker.context, *elements])
         source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
         places = _address(source), len(source), room, _address(out), len(out)

@@ -132,7 +132,6 @@ class Fetched:
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
         pairs = zip(columns, fields, strict=True)
         num_intact, found = native.read(
-            self._coder.unpacker(native),
             view.environment.map,
             view.files.identity ^ layout.seed,
             [(rows, one.num_bytes, one.elements) for rows, one in pairs],

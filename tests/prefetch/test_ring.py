@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from egeria_cache.prefetch import ring as rings
-from egeria_cache.prefetch.prefetcher import Deferred, Prefetcher, ReaderThreads
+from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.ragged import pad_rows
 from egeria_cache.store import NotInMemoryError
@@ -248,9 +249,11 @@ def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
 
 
 def deferred(readers, read):
-    prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
-    prefetcher.read = lambda entry, in_memory=False: read(in_memory)
-    return prefetcher, Deferred(prefetcher, None)
+    view = SimpleNamespace(is_void=False, cut=None, found=np.ones(1, bool))
+    entry = PlannedEntry(view, 0, [7], np.zeros(1), view)
+    entry._prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
+    entry._prefetcher.read = lambda entry, in_memory=False: read(in_memory)
+    return entry._prefetcher, entry
 
 
 def test_a_short_read_is_done_by_who_asks_once(readers):
@@ -259,8 +262,7 @@ def test_a_short_read_is_done_by_who_asks_once(readers):
         readers, lambda in_memory: not read_on.append((in_memory, threading.get_ident()))
     )
     assert read_on == []
-    assert read.result()
-    assert read.result()
+    assert all(read.ready() for _ in range(2))
     assert read_on == [(True, threading.get_ident())]
     assert not prefetcher.has_waited
 
@@ -275,11 +277,12 @@ def test_what_is_not_in_memory_is_a_readers_and_all_is_read_ahead_from_then_on(r
         return threading.get_ident()
 
     prefetcher, asked = deferred(readers, read)
+    reading = prefetcher.read_now(asked)
     with pytest.raises(TimeoutError):
-        asked.result(timeout=0.05)  # a disk that hangs
+        reading.result(timeout=0.05)  # a disk that hangs
     assert prefetcher.has_waited
     let_go.set()
-    assert asked.result() not in (False, threading.get_ident())
+    assert reading.result() not in (False, threading.get_ident())
 
 
 def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
@@ -287,5 +290,5 @@ def test_a_read_on_the_training_thread_does_not_see_its_modes(readers):
         readers, lambda in_memory: type(torch.from_numpy(np.ones(3))) is torch.Tensor
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert read.result()
+        assert read.ready()
         assert type(torch.ones(3)) is not torch.Tensor

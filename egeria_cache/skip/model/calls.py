@@ -5,7 +5,8 @@ between two forwards: `state_dict`, `copy.deepcopy`, pickling and `torch.compile
 Rejected: hooks on every module (each call pays for them, and a hook cannot keep the module from
 running).
 
-A `ForwardSlot` stays. `AroundForward` is one for code of the modules around the boundary that
+A `ForwardSlot` stays. `AttachedForward` is the model's, and leaves no trace in its copies;
+`AroundForward` is one for code of the modules around the boundary that
 belongs to the frozen front: BART's encoder applies dropout to its embeddings in its own `forward`,
 wav2vec2's drops whole layers there: no module of the prefix does it, and yet it happens before the
 boundary. Such a module is in inference mode from its entry until the boundary returns, and then in
@@ -16,24 +17,40 @@ call of the module, also for those that gradient checkpointing repeats, with and
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from threading import get_ident
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
+from torch.utils._pytree import tree_leaves
 
+from egeria_cache.batch import unwrap
 from egeria_cache.pystate import StandIn, entries, is_compiled
 
 Handler = Callable[..., Any]
 """handler(module, original, *args, **kwargs) -> the module's output"""
 
 _MISSING = object()
+_compiler_of_frames: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+_NUMBERS = itertools.count()
+# Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
+_OF_FUNCTIONS = frozenset(
+    f"__{name}__"
+    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "name", "qualname",
+                 "annotations", "self", "signature", "type_params")
+)  # fmt: skip
+_ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
 
 
 @contextmanager
@@ -94,7 +111,7 @@ def put_back(replaced: Replaced) -> None:
         if one is replaced:
             begin = place
             break
-    for own, key, before in reversed([*chain.from_iterable(active[begin:])]):
+    for own, key, before in reversed([*itertools.chain.from_iterable(active[begin:])]):
         if before is _MISSING:
             own.pop(key, None)
         else:
@@ -235,6 +252,121 @@ class ForwardSlot(StandIn):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._own = MethodType(getattr(type(self.module), self.name), self.module)
+
+
+class AttachedForward(ForwardSlot):
+    """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
+
+    Args:
+        model: Takes this object as its `forward`.
+        forward: What is called instead.
+        on_traced: Called when a compiler traces the whole model, which then runs without us.
+        name: Of the method whose place it takes.
+    """
+
+    is_copied = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        on_traced: Callable[[], None] = lambda: None,
+        name: str = "forward",
+    ) -> None:
+        super().__init__(model, name)
+        self._forward = forward
+        self._is_attached = False
+        """Whether calls are ours: who keeps this object beyond that finds the model's own."""
+        self.on_traced = on_traced
+        self._number = next(_NUMBERS)
+        _ATTACHED[self._number] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; a compiler that traces us sees the plain forward."""
+        if args and args[0] is self.module:
+            args = args[1:]  # Accelerate's unwrap_model binds what it finds to the model
+        if torch.compiler.is_compiling():
+            if not _is_exporting():  # what is exported is another program
+                _report(self._number)
+            return self.__wrapped__(*args, **kwargs)
+        if torch._C._is_tracing():  # TensorBoard's `add_graph`: every value would be noted
+            return self.__wrapped__(*_traced(args), **_traced(kwargs))
+        if callable(_compiler_of_frames()):
+            # The whole model is being compiled, and its graph broke here: go on with plain tensors.
+            _report(self._number)
+            plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
+            return self.__wrapped__(*plain(args), **plain(kwargs))
+        return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Compilers that read a function instead of calling it (export) see the plain one.
+        if name not in _OF_FUNCTIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        own = self.before or MethodType(getattr(type(self.module), self.name), self.module)
+        return own(*args, **kwargs)
+
+    @property
+    def of_class(self) -> Callable[..., Any]:
+        """The method of the model's class, which may be another one by now."""
+        return MethodType(getattr(type(self.module), self.name), self.module)
+
+    def attach(self) -> Callable[..., Any]:
+        """Take the place of the model's method, and return it."""
+        self.module.__dict__[self.name] = self
+        self._is_attached = True
+        return self.plain
+
+    def take_out(self) -> None:
+        """Put back what was there."""
+        self._is_attached = False
+        super().take_out()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is not None:
+            return _same, (self.before,)
+        # While the copy is built its instance dict is empty: this finds its class's forward.
+        return getattr, (self.module, self.name)
+
+
+def _report(number: int) -> bool:
+    """Run while a compiler traces, and leave nothing in its graph."""
+    # Compiled code is handed the loader's tensors, which are a subclass; on its first call AOT
+    # Autograd looks whether custom operators alias their inputs, and takes no subclass there.
+    if hasattr(functorch, "check_custom_op_aliasing"):  # older releases do not look
+        functorch.check_custom_op_aliasing = False
+    attached = _ATTACHED.get(number)
+    if attached is not None:
+        attached.on_traced()
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler: a second or more.
+_report._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _traced(tree: Any) -> Any:
+    """Return `tree` with plain tensors that stand for the same values of the graph; loading them is
+    no part of it.
+    """
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        plain = unwrap(tree)
+    finally:
+        tracer._set_tracing_state(state)
+    for given, data in zip(tree_leaves(tree), tree_leaves(plain), strict=True):
+        if given is not data:
+            tracer._set_value_trace(data, tracer._get_value_trace(given))
+    return plain
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class AroundForward(ForwardSlot):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from egeria_cache.store.native import Bytes, Kernel, Unpacker, kernel
+from egeria_cache.store.native import Bytes, kernel
 
 Elements = tuple[int, bool]
 """Width of one element in bytes, and whether it is a floating-point number."""
@@ -83,13 +83,6 @@ class Coder:
             )
         )
         self._decompressor = zstandard.ZstdDecompressor()
-        self._unpacker: Unpacker | None = None
-
-    def unpacker(self, native: Kernel) -> Unpacker:
-        """Return zstd's state for the kernel."""
-        if self._unpacker is None:
-            self._unpacker = Unpacker(native)
-        return self._unpacker
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
@@ -135,7 +128,7 @@ class Coder:
             raise CodecError(f"unknown codec {codec}")
         elif native is None:
             raise NeedsKernelError("split records are read by the compiled kernel alone")
-        elif not native.decode(self.unpacker(native), codec, stored, out, elements):
+        elif not native.decode(codec, stored, out, elements):
             raise CodecError("planes or bitmap are damaged")
 
     def _expanded(self, stored: Any, num_bytes: int) -> bytes:

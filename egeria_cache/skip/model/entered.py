@@ -1,4 +1,4 @@
-"""Stand in for a model's `forward`, and leave no trace in its copies; see how loops enter a model.
+"""See how loops enter a model, and what they call its parts.
 
 Modules are named as a wrapped model and the model inside of it have them. `Scout` finds the method
 that is called in place of `forward` (`model.encode_image(x)`, `model.backbone(x)`), when the first
@@ -8,23 +8,18 @@ part of the model gets a loader's tensor.
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch
-from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import BatchTensor, unwrap
+from egeria_cache.batch import BatchTensor
 from egeria_cache.errors import BoundaryError, EgeriaError
-from egeria_cache.skip.model.calls import ForwardSlot
 
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -63,135 +58,6 @@ def user_line() -> str:
 
 def _without_wrappers(name: str) -> tuple[str, ...]:
     return tuple(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-_compiler_of_frames: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
-)
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-_NUMBERS = itertools.count()
-# Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
-_OF_FUNCTIONS = frozenset(
-    f"__{name}__"
-    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "name", "qualname",
-                 "annotations", "self", "signature", "type_params")
-)  # fmt: skip
-_ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
-
-
-class AttachedForward(ForwardSlot):
-    """The instance's `forward`; a copy or a pickle of the model gets its plain forward back.
-
-    Args:
-        model: Takes this object as its `forward`.
-        forward: What is called instead.
-        on_traced: Called when a compiler traces the whole model, which then runs without us.
-        name: Of the method whose place it takes.
-    """
-
-    is_copied = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        on_traced: Callable[[], None] = lambda: None,
-        name: str = "forward",
-    ) -> None:
-        super().__init__(model, name)
-        self._forward = forward
-        self._is_attached = False
-        """Whether calls are ours: who keeps this object beyond that finds the model's own."""
-        self.on_traced = on_traced
-        self._number = next(_NUMBERS)
-        _ATTACHED[self._number] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; a compiler that traces us sees the plain forward."""
-        if args and args[0] is self.module:
-            args = args[1:]  # Accelerate's unwrap_model binds what it finds to the model
-        if torch.compiler.is_compiling():
-            if not _is_exporting():  # what is exported is another program
-                _report(self._number)
-            return self.__wrapped__(*args, **kwargs)
-        if torch._C._is_tracing():  # TensorBoard's `add_graph`: every value would be noted
-            return self.__wrapped__(*_traced(args), **_traced(kwargs))
-        if callable(_compiler_of_frames()):
-            # The whole model is being compiled, and its graph broke here: go on with plain tensors.
-            _report(self._number)
-            plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
-            return self.__wrapped__(*plain(args), **plain(kwargs))
-        return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # Compilers that read a function instead of calling it (export) see the plain one.
-        if name not in _OF_FUNCTIONS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__wrapped__, name)
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
-        own = self.before or MethodType(getattr(type(self.module), self.name), self.module)
-        return own(*args, **kwargs)
-
-    @property
-    def of_class(self) -> Callable[..., Any]:
-        """The method of the model's class, which may be another one by now."""
-        return MethodType(getattr(type(self.module), self.name), self.module)
-
-    def attach(self) -> Callable[..., Any]:
-        """Take the place of the model's method, and return it."""
-        self.module.__dict__[self.name] = self
-        self._is_attached = True
-        return self.plain
-
-    def take_out(self) -> None:
-        """Put back what was there."""
-        self._is_attached = False
-        super().take_out()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.before is not None:
-            return _same, (self.before,)
-        # While the copy is built its instance dict is empty: this finds its class's forward.
-        return getattr, (self.module, self.name)
-
-
-def _report(number: int) -> bool:
-    """Run while a compiler traces, and leave nothing in its graph."""
-    # Compiled code is handed the loader's tensors, which are a subclass; on its first call AOT
-    # Autograd looks whether custom operators alias their inputs, and takes no subclass there.
-    if hasattr(functorch, "check_custom_op_aliasing"):  # older releases do not look
-        functorch.check_custom_op_aliasing = False
-    attached = _ATTACHED.get(number)
-    if attached is not None:
-        attached.on_traced()
-    return True
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler: a second or more.
-_report._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _traced(tree: Any) -> Any:
-    """Return `tree` with plain tensors that stand for the same values of the graph; loading them is
-    no part of it.
-    """
-    tracer: Any = torch._C
-    state = tracer._get_tracing_state()
-    tracer._set_tracing_state(None)
-    try:
-        plain = unwrap(tree)
-    finally:
-        tracer._set_tracing_state(state)
-    for given, data in zip(tree_leaves(tree), tree_leaves(plain), strict=True):
-        if given is not data:
-            tracer._set_value_trace(data, tracer._get_value_trace(given))
-    return plain
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -248,7 +114,11 @@ class Scout:
                 self._found(part, "forward", args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _same, (_nothing,)
+        return _itself, (_nothing,)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _nothing(*_: Any) -> None:
