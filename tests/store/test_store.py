@@ -12,12 +12,11 @@ import torch
 import egeria_cache.store.disk.place as place_module
 from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
-from egeria_cache.store import inspected
+from egeria_cache.store import ActivationStore, inspected
 from egeria_cache.store import writer as writer_module
 from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.records.keys import NO_DRAW
 from egeria_cache.store.records.layout import DTYPES
-from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import keep, random_rows, warnings_of
 
 rows = partial(random_rows, width=16)

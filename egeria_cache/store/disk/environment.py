@@ -68,7 +68,7 @@ class Environment:
         self._num_users = 0
         """Who opened it, and transactions."""
         self._is_sound = True
-        """LMDB had no complaint; else the next one to open it walks over it."""
+        """LMDB had no complaint, but of room; else the next one to open it walks over it."""
         self._counting = threading.Lock()
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
@@ -172,10 +172,10 @@ class Environment:
             with self._env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
                 yield transaction
         except lmdb.Error as error:
-            self._is_sound = False
             # To LMDB, a write that was cut short is an input/output error.
             is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+            self._is_sound &= is_full or isinstance(error, lmdb.ReadersFullError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             self.close()
