@@ -188,8 +188,10 @@ class Pass:
         self._steps.append(plan)
         if plan.entry is None and self._cache is not None:
             self._cache.policy.took_beside(time.perf_counter() - asked + loads)
-        if self._times_loading:
-            self._note_loading(loaded.load_s)
+        if self._times_loading and self._cache is not None:
+            # What a batch cost without it, as far as it wants to know.
+            self._cache.policy.schedules[self._source.key].loads.append(loaded.load_s)
+            self._times_loading = self._cache.policy.wants_timing(self._source.key)
         return batch
 
     def _load_here(self) -> Loaded | None:
@@ -242,12 +244,6 @@ class Pass:
         except Exception as error:
             cache.failed(self._source.key, error)
         return now
-
-    def _note_loading(self, seconds: float) -> None:
-        """Tell the cache what a batch cost without it, as far as it wants to know."""
-        assert self._cache is not None
-        self._cache.policy.schedules[self._source.key].loads.append(seconds)
-        self._times_loading = self._cache.policy.wants_timing(self._source.key)
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader

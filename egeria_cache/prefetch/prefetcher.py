@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria_cache import threads
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
 from egeria_cache.device import (
@@ -39,12 +40,6 @@ from egeria_cache.device import (
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
-from egeria_cache.threads import (
-    compute_on_one_core,
-    num_dispatch_modes,
-    num_function_modes,
-    without_modes,
-)
 
 logger = logging.getLogger("egeria_cache.prefetch")
 
@@ -168,7 +163,7 @@ class PlannedEntry:
                 return self._widened(self._ring.gather(self._place, self._sizes(self.whole)))
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
-        with without_modes():
+        with threads.without_modes():
             tensors, found = self.view.generation.get_located(
                 self.located, pin_memory=self.view.is_pinned
             )
@@ -249,8 +244,8 @@ class Prefetcher:
         What is not in memory is a reader's all the same: a disk may take its time, and hang.
         """
         try:
-            has_modes = num_function_modes() or num_dispatch_modes()
-            with without_modes() if has_modes else nullcontext():
+            has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
+            with threads.without_modes() if has_modes else nullcontext():
                 return self.read(entry, in_memory=True)
         except NotInMemoryError:
             assert self._readers is not None
@@ -281,14 +276,15 @@ class Prefetcher:
             return False
         view = entry.view
         if in_memory:
-            if entry._is_read is None:  # and with it those behind it: they wait for no disk
-                self._read_together(self._neighbours(entry), in_memory=True)
-            return bool(entry._is_read)
+            if entry._is_read is not None:
+                return entry._is_read
+            # And with it those behind it: they wait for no disk.
+            return self._read_together(self._neighbours(entry), in_memory=True)
         if view.is_spread or not needs_ring(view.device):
-            return self._read_whole(entry)
+            return self._read_together([entry])
         ring, number = self._ring_of(view), self._first + entry.number
         if not view.has_room:
-            return self._read_whole(entry)
+            return self._read_together([entry])
         samples = None if ring is None else ring.numbers(entry.ids)
         new = np.arange(len(entry.ids))
         if ring is not None and samples is not None:
@@ -317,7 +313,7 @@ class Prefetcher:
                 with suppress(LookupError):  # it was closed meanwhile, or lengths are not known
                     self._place(entry, ring, samples)
                     return True
-        return self._read_whole(entry)  # no room in the ring
+        return self._read_together([entry])  # no room in the ring
 
     def _place(self, entry: PlannedEntry, ring: Ring, samples: np.ndarray) -> None:
         """Have an entry's rows gathered from a ring, in which they are.
@@ -346,13 +342,10 @@ class Prefetcher:
             found.append(waiting.popleft())
         return found
 
-    def _read_whole(self, entry: PlannedEntry) -> bool:
-        """Read all rows, and keep them with the batch itself."""
-        self._read_together([entry], in_memory=False)
-        return bool(entry._is_read)
-
-    def _read_together(self, entries: Sequence[PlannedEntry], *, in_memory: bool) -> None:
-        """Read all rows of batches from one view, and keep them with these."""
+    def _read_together(self, entries: Sequence[PlannedEntry], *, in_memory: bool = False) -> bool:
+        """Read all rows of batches from one view, and keep them with these; whether the first is
+        there.
+        """
         view = entries[0].view
         tensors, found = view.generation.get_located(
             Located.joined(list(map(_located, entries))),
@@ -366,6 +359,7 @@ class Prefetcher:
                 own = tensors if len(entries) == 1 else _part(tensors, start, stop)
                 entry._rows = _put_together(view, own, self._keep(entry, own))
             start = stop
+        return bool(entries[0]._is_read)
 
     def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Note what records have beside the activations; return how long the longest is."""
@@ -515,7 +509,7 @@ _MOST = 4
 
 def _begin() -> None:
     """Called first thing in a reader thread."""
-    compute_on_one_core()
+    threads.compute_on_one_core()
     leave_captures_alone()
 
 

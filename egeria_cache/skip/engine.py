@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria_cache import threads
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
@@ -42,12 +43,6 @@ from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, wa
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.state.guards import SEEN_LATE, ContentHash, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
-from egeria_cache.threads import (
-    has_other_operations,
-    num_dispatch_modes,
-    num_function_modes,
-    uncollected,
-)
 
 log = logging.getLogger("egeria")
 
@@ -279,9 +274,9 @@ class SkipEngine:
             if self._may_step_aside:
                 self._step_aside()
             return self._forward(*args, **kwargs)
-        has_modes = num_function_modes() or num_dispatch_modes()
+        has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
         if torch._C._functorch.peek_interpreter_stack() is not None or (
-            has_modes and has_other_operations()
+            has_modes and threads.has_other_operations()
         ):
             return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
@@ -948,7 +943,7 @@ class SkipEngine:
 
     # ---- plans ------------------------------------------------------------------------------
 
-    @uncollected()
+    @threads.uncollected()
     def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
         modules = [*plan.ancestors, *(module for _, module in plan.skipped_modules())]
         # The model's own hooks, and what wraps its forward since, run around us: what they change,

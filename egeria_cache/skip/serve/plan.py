@@ -14,10 +14,11 @@ from operator import attrgetter
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Lengths
+from egeria_cache.batch import Lengths, is_dense
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
@@ -28,6 +29,8 @@ from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import watched_attributes
 
 _is_training = attrgetter("training")
+_NUMPYS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
+_SMALL_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +102,7 @@ class ReplayPlan:
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
     replays: dict[int, Any] = field(default_factory=dict)
     """By batch size: what `replay.py` has made for all hits of that size."""
-    _saved: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
+    _undo: _Undo | None = None
     _grown: dict[tuple[int, ...], ReplayPlan] = field(default_factory=dict)
     """The same for batches of other lengths; one dict for all of them."""
 
@@ -232,21 +235,46 @@ class ReplayPlan:
 
     def save_buffers(self) -> None:
         """Remember what the active part may write to, until `put_back_buffers`."""
-        if not self._saved:
-            by_type: dict[Any, list[Tensor]] = {}
-            for buffer in self.mutable:
-                by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-            with torch.inference_mode(False), torch.no_grad():
-                self._saved = [(some, [b.clone() for b in some]) for some in by_type.values()]
-        with torch.no_grad():
-            for buffers, copies in self._saved:
-                torch._foreach_copy_(copies, buffers)
+        self._undo = self._undo or _Undo(self.mutable)
+        self._undo.keep()
 
     def put_back_buffers(self) -> None:
         """Undo what a run wrote to buffers."""
+        if self._undo is not None:
+            self._undo.put_back()
+
+
+class _Undo:
+    """What tensors held: small ones of the host by NumPy, which takes a tenth of PyTorch's time."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._small, rest = list[Tensor](), dict[Any, list[Tensor]]()
+        for one in tensors:
+            is_small = is_dense(one) and one.is_cpu and 0 < one.nbytes <= _SMALL_BYTES
+            is_small = is_small and one.dtype in _NUMPYS
+            many = self._small if is_small else rest.setdefault((one.dtype, one.device), [])
+            many.append(one)
+        self._places, self._views, self._contents = list[int](), list[np.ndarray](), list[bytes]()
+        with torch.inference_mode(False), torch.no_grad():
+            self._copies = [(some, [one.clone() for one in some]) for some in rest.values()]
+
+    def keep(self) -> None:
+        """Remember what they hold now."""
+        places = list(map(Tensor.data_ptr, self._small))
+        if places != self._places:
+            self._places, self._views = places, [one.detach().numpy() for one in self._small]
+        self._contents = list(map(np.ndarray.tobytes, self._views))
+        for tensors, copies in self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, tensors)
+
+    def put_back(self) -> None:
+        """Have them hold that again."""
         with torch.no_grad():
-            for buffers, copies in self._saved:
-                torch._foreach_copy_(buffers, copies)
+            for tensors, copies in self._copies:
+                torch._foreach_copy_(tensors, copies)
+            for one, content in zip(self._small, self._contents, strict=True):
+                one.copy_(torch.frombuffer(bytearray(content), dtype=one.dtype).view(one.shape))
 
 
 Key = tuple[Any, ...]
