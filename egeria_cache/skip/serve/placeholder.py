@@ -161,16 +161,16 @@ class Placeholder(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        found = placeholders((args, kwargs))
+        found = _given(args, kwargs)
         device, scene = found[0].device, found[0].scene
         if func in _factories():
             args, kwargs = tree_map_only(Placeholder, _stand_in, (args, kwargs))
             return func(*args, **kwargs)
-        sources = found[0].sources.union(*(p.sources for p in found[1:]))
-        scene.check(sources, func)
-        written = _written(func, args, kwargs)
+        sources = found[0].sources.union(*[p.sources for p in found[1:]])
+        if scene.finished or scene.after_boundary:
+            scene.check(sources, func)
+        written = _written(func, args, kwargs) if _write_positions(func) else []
         trainable: list[Tensor] = []
-        meta = functools.partial(_as_meta, trainable=trainable)
         for tensor in written:
             # Behind the boundary, what is stored may share the memory that is written to.
             if not isinstance(tensor, Placeholder) or tensor.is_callers or scene.after_boundary:
@@ -182,6 +182,7 @@ class Placeholder(Tensor):
         key = None if written else _key(func, args, kwargs)
         result = None if key is None else _RESULTS.get(key)
         if result is None:
+            meta = functools.partial(_as_meta, trainable=trainable)
             meta_args, meta_kwargs = tree_map_only(Tensor, meta, (args, kwargs))
             try:
                 result = func(*meta_args, **meta_kwargs)
@@ -203,7 +204,7 @@ class Placeholder(Tensor):
         def wrap(one: Tensor) -> Placeholder:
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
 
-        return tree_map_only(Tensor, wrap, result)
+        return wrap(result) if isinstance(result, Tensor) else tree_map_only(Tensor, wrap, result)
 
     def _refuse(self, what: str) -> NoReturn:
         raise Escape.at(self.sources, self.scene.current_module() or what)
@@ -278,6 +279,15 @@ def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()
 def placeholders(tree: Any) -> list[Placeholder]:
     """Return the placeholders in nested containers, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)]
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Placeholder]:
+    """Return the placeholders that an operator is given, whose lists hold no others."""
+    found = list[Placeholder]()
+    for one in (*args, *kwargs.values()):
+        many = one if type(one) in (list, tuple) else (one,)
+        found += [part for part in many if isinstance(part, Placeholder)]
+    return found
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
