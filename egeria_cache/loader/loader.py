@@ -178,7 +178,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         Args:
             batch_sampler: Yields lists of indices, as DataLoader's `batch_sampler`.
         """
-        other = self._alike(batch_sampler)
+        arguments = {name: getattr(self, name) for name in _ARGUMENTS if name not in _OF_BATCHES}
+        other: EgeriaLoader[T_co] = EgeriaLoader(**arguments, batch_sampler=batch_sampler)
+        other.source, other._assembly = self.source, self._assembly
         other._progress.take_draws(self._progress)
         other._outer_epoch = self._outer_epoch
         return other
@@ -248,15 +250,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
             "is_random": self._progress.is_random or self.source.is_random,
             "is_steady": self.source.is_steady,
         }
-
-    def _alike(self, batch_sampler: Any, **changed: Any) -> EgeriaLoader[T_co]:
-        """Return a loader of the same source in other batches."""
-        arguments = {name: getattr(self, name) for name in _ARGUMENTS if name not in _OF_BATCHES}
-        other: EgeriaLoader[T_co] = EgeriaLoader(
-            **{**arguments, "batch_sampler": batch_sampler, **changed}
-        )
-        other.source, other._assembly = self.source, self._assembly
-        return other
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:

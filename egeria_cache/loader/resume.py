@@ -341,8 +341,8 @@ class ResumableLoader(DataLoader[T_co]):
         """Return the index batches of the pass that has begun, or those that are left of it, and a
         generator in the state from which DataLoader draws its base seed.
         """
-        base, stateful = self._base_generator.clone_state(), self._stateful
-        progress = self._progress
+        base = (torch.default_generator if self.generator is None else self.generator).clone_state()
+        progress, stateful = self._progress, self._stateful
         knows_place = goes_on and progress.sampler is not None and stateful is not None
         if knows_place:
             stateful.load_state_dict(progress.sampler)
@@ -352,7 +352,8 @@ class ResumableLoader(DataLoader[T_co]):
             state = partial(state_of, stateful)
             batches = noting(self._index_sampler, batches, state, progress)
         if progress.drew_base_seed:
-            draw_base_seed(self.generator)
+            # What DataLoader draws when it starts a pass.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if goes_on:
             self._look_at_length(progress)
             for _ in range(0 if knows_place else progress.yielded):
@@ -419,14 +420,5 @@ class ResumableLoader(DataLoader[T_co]):
         return None
 
     @property
-    def _base_generator(self) -> torch.Generator:
-        return self.generator if self.generator is not None else torch.default_generator
-
-    @property
     def _sampler_rng(self) -> SamplerRng:
         return SamplerRng(self.generator, self._index_sampler)
-
-
-def draw_base_seed(generator: torch.Generator | None) -> None:
-    """Consume what DataLoader consumes when it starts a pass."""
-    torch.empty((), dtype=torch.int64).random_(generator=generator)

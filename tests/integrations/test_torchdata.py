@@ -95,7 +95,7 @@ class Batches(Stateful):
         return WHOLE
 
 
-DATA = TensorDataset(torch.arange(N))
+DATA = range(N)
 FIXED = {
     "sequential": lambda: {"batch_size": BATCH},
     "drop_last": lambda: {"batch_size": BATCH, "drop_last": True},
@@ -117,7 +117,7 @@ FREE = {
 
 
 def batches(loader):
-    return [rows.tolist() for (rows,) in loader]
+    return [rows.tolist() for rows in loader]
 
 
 def ours(workers, seed=0, **kwargs):
@@ -139,7 +139,7 @@ def run(make, moment):
     batches(loader)
     state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
     epoch = []
-    for (rows,) in loader:
+    for rows in loader:
         epoch.append(rows.tolist())
         if len(epoch) == moment:
             state = copy.deepcopy(loader.state_dict())
@@ -266,7 +266,7 @@ class Own(IterableDataset):
 @pytest.mark.parametrize("kind", [Numbers, Stream, Own])
 def test_an_iterable_data_set_goes_on_where_it_was(kind, moment, workers):
     def make(loader):
-        return run_values(lambda: loader(kind(), BATCH, num_workers=workers), moment)
+        return run(lambda: loader(kind(), BATCH, num_workers=workers), moment)
 
     for loader in (EgeriaLoader, StatefulDataLoader):
         epoch, following, rest, _ = make(loader)
@@ -274,26 +274,6 @@ def test_an_iterable_data_set_goes_on_where_it_was(kind, moment, workers):
         # StatefulDataLoader has no random numbers of a data set that keeps none.
         if loader is EgeriaLoader or kind is not Numbers:
             assert rest == expected
-
-
-def run_values(make, moment):
-    torch.manual_seed(1)
-    loader, epoch = make(), []
-    if moment is None:
-        list(loader)
-        state = copy.deepcopy(loader.state_dict())
-        following = [rows.tolist() for rows in loader]
-    else:
-        state = copy.deepcopy(loader.state_dict()) if moment == -1 else None
-        for rows in loader:
-            epoch.append(rows.tolist())
-            if len(epoch) == moment:
-                state = copy.deepcopy(loader.state_dict())
-        following = None
-    torch.manual_seed(77)
-    resumed = make()
-    resumed.load_state_dict(state)
-    return epoch, following, [rows.tolist() for rows in resumed], None
 
 
 def test_where_batches_overtake_each_other_the_epoch_begins_anew(caplog):
@@ -329,11 +309,11 @@ def test_persistent_workers_do_not_change_the_order_of_a_resumed_run(moment, see
     loader = make()
     batches(loader)
     iterator = iter(loader)
-    epoch = [next(iterator)[0].tolist() for _ in range(moment)]
+    epoch = [next(iterator).tolist() for _ in range(moment)]
     if moment == WHOLE:
         assert next(iterator, None) is None
     state = copy.deepcopy(loader.state_dict())
-    rest = [rows.tolist() for (rows,) in iterator]
+    rest = [rows.tolist() for rows in iterator]
     following = batches(loader)
     for again in (make(), loader):  # one that starts workers, and one that has them
         torch.manual_seed(77)
