@@ -171,4 +171,4 @@ def _at(words: array[int]) -> int:
 
 def _address(array: npt.NDArray[Any]) -> int:
     assert array.flags.c_contiguous
-    return int(array.__array_interface__["data"][0])  # half the time of `ctypes.data`
+    return int(array.ctypes.data)
