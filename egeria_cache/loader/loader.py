@@ -155,6 +155,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
+        self.source.samples.gets_many = self.batch_sampler is not None
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
         self._progress, self._resumes = Progress(), False

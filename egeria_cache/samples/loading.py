@@ -113,6 +113,8 @@ class SampleLoader:
         self.drawn: frozenset[str] = frozenset()
         """Which of `GENERATORS` samples were seen to draw from; "transforms" where some have
         generators of their own, which they let be seeded."""
+        self.gets_many = True
+        """Whether the data set is asked for a batch at a time, if it can be."""
         self._is_first = True
         self._num_undrawn = 0
         self.company = Company()
@@ -152,7 +154,7 @@ class SampleLoader:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
         assert task.indices is not None
         if task.seed is None or not task.indices:
-            return _get_batch(self.dataset, task.indices)
+            return self._get(task.indices)
         transforms = list(_seedable(self.dataset))
         if transforms:
             self.drawn |= {"transforms"}
@@ -179,7 +181,7 @@ class SampleLoader:
             return None
         self._num_undrawn = num = self._num_undrawn + 1
         if num & (num - 1) and num % _SELDOM:
-            return _get_batch(self.dataset, indices)
+            return self._get(indices)
         with in_turns():
             return self._get_watched(indices)
 
@@ -188,7 +190,7 @@ class SampleLoader:
         if None in before.values():
             return None
         try:
-            samples = _get_batch(self.dataset, indices)
+            samples = self._get(indices)
         except Exception:
             if not self._moved(before):
                 raise
@@ -214,6 +216,11 @@ class SampleLoader:
                     raise error
                 return samples
 
+    def _get(self, indices: Sequence[Any]) -> Any:
+        if self.gets_many and getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(list(indices))
+        return [self.dataset[index] for index in indices]
+
     def _moved(self, before: Mapping[str, Any]) -> bool:
         """Note which of the watched generators were drawn from, and put them back."""
         moved = False
@@ -228,7 +235,7 @@ class SampleLoader:
         seeded = {name: g for name, g in GENERATORS.items() if watched.get(name) is None}
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:
-            return _get_batch(self.dataset, task.indices)
+            return self._get(task.indices)
         saved = [g.save() for g in generators] if get_worker_info() is None else []
         samples: list[Any] = []
         try:
@@ -240,12 +247,12 @@ class SampleLoader:
                 for transform in transforms:
                     transform.set_random_seed(seed & 0xFFFFFFFF)
                 before = {name: seeded[name].look() for name in unseen}
-                found = _get_batch(self.dataset, [index])
+                found = self._get([index])
                 for name, look in before.items():
                     if seeded[name].look() != look:
                         self.drawn, unseen = self.drawn | {name}, unseen - {name}
                 if not isinstance(found, list):  # a batch of its own kind, not to be put together
-                    return _get_batch(self.dataset, task.indices)
+                    return self._get(task.indices)
                 samples += found
         finally:
             for generator, state in zip(generators, saved, strict=False):
@@ -271,12 +278,6 @@ def _seedable(dataset: Any) -> Iterator[Any]:
 
 _SELDOM = 64
 """Batches without a draw are watched ever more seldom, down to one in so many: 100 us each."""
-
-
-def _get_batch(dataset: Any, indices: Sequence[Any]) -> Any:
-    if getattr(dataset, "__getitems__", None):
-        return dataset.__getitems__(list(indices))
-    return [dataset[index] for index in indices]
 
 
 class SeededDataset:

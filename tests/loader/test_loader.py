@@ -131,6 +131,21 @@ class ReportsItsLength(Augmented):
         return self.n
 
 
+class Columns(list):
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+    def __getitems__(self, indices):
+        raise AssertionError("asked for a batch of batches")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_the_sampler_makes_batches_the_data_set_is_given_each(workers):
+    whole = {"batch_size": None, "sampler": [[0, 1, 2], [3, 4]], "num_workers": workers}
+    plain, ours = (list(kind(Columns([0] * 5), **whole)) for kind in (DataLoader, EgeriaLoader))
+    assert [rows.tolist() for rows in ours] == [rows.tolist() for rows in plain] == whole["sampler"]
+
+
 # Shards that stay with their rank.
 
 
