@@ -230,7 +230,9 @@ class Timers:
 
 
 def parts(task: Task, rounds: int) -> dict[str, float]:
-    """Return microseconds of a step, by part: medians of steps."""
+    """Return microseconds of a step, by part: the median of the steps that have it, as far as it is
+    in all of them. Half of the steps are the oracle's.
+    """
     engine, steps = task.engine, list[dict[str, int]]()
     for _ in range(rounds):
         timers = Timers()
@@ -245,7 +247,9 @@ def parts(task: Task, rounds: int) -> dict[str, float]:
         steps += timers.steps
     names = dict.fromkeys(itertools.chain.from_iterable(steps))
     found = {
-        name: statistics.median([step[name] for step in steps if name in step]) for name in names
+        name: statistics.median(took) * min(1.0, 2 * len(took) / len(steps))
+        for name in names
+        if (took := [step[name] for step in steps if name in step])
     }
     found[MODEL] -= found.pop(ORACLE)
     found.pop(AUDITS, None)

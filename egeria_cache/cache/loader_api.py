@@ -196,9 +196,7 @@ class LoaderApi:
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
-        status = self._status
-        is_unset = status.boundary is None and not status.is_sought
-        return is_unset or loader_name in self.policy.idle
+        return loader_name in self.policy.idle or self.boundary is None
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""

@@ -196,11 +196,10 @@ class Pass:
 
     def _load_here(self) -> Loaded | None:
         """Load what has to be of the next batch, past the inner DataLoader, which takes 50 us."""
-        if not self._loads_here or torch.autograd._profiler_enabled():
+        waiting = self._planner.undispatched
+        if not (self._loads_here and waiting) or torch.autograd._profiler_enabled():
             return None
-        if not self._planner.undispatched:
-            return None
-        task = self._planner.undispatched.popleft().misses()
+        task = waiting.popleft().misses()
         if task.indices is None:
             return Loaded(task.number, None, frozenset())
         return self._source.load_planned(task)

@@ -236,8 +236,6 @@ class Planner:
                     views, seeds_all, max(1, min(_MOST_AT_ONCE, left)) if is_still else 1
                 ):
                     break
-        if not self._unread:
-            return
         num_near = min(len(self.planned), room)
         last = self.planned[num_near - 1].task.number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:

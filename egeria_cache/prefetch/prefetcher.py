@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import compress, count
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -87,9 +86,9 @@ class PlannedEntry:
         self.num_misses = len(hit) - self.num_hits
         self.serves_most = self.num_hits >= self.num_misses
         """Whether at least half of the batch are hits."""
-        self.ids = ids if not self.num_misses else list(compress(ids, hit))
-        self.draws = draws if not self.num_misses else draws[hit]
-        self.located = located if not self.num_misses else located.only(hit)
+        if self.num_misses:
+            ids, draws, located = list(compress(ids, hit)), draws[hit], located.only(hit)
+        self.ids, self.draws, self.located = ids, draws, located
         self.kept: dict[str, Rows] = {}
         self.lengths: np.ndarray | None = None
         """Of the hits, where samples are padded; int64, shape (hits, axes)."""
@@ -348,7 +347,7 @@ class Prefetcher:
         """
         view = entries[0].view
         tensors, found = view.generation.get_located(
-            Located.joined(list(map(_located, entries))),
+            Located.joined([one.located for one in entries]),
             pin_memory=view.is_pinned, in_memory=in_memory,
         )  # fmt: skip
         start = 0
@@ -426,9 +425,6 @@ class Prefetcher:
             except RuntimeError:  # no memory left there: rows come with their batch
                 view.has_room = False
             return view.ring
-
-
-_located = attrgetter("located")
 
 
 def needs_ring(device: torch.device) -> bool:

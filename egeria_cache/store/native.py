@@ -86,8 +86,7 @@ class Kernel:
         """Return the calling thread's own."""
         if not hasattr(_local, "unpacker"):
             _local.unpacker = Unpacker(self)
-        unpacker: Unpacker = _local.unpacker
-        return unpacker
+        return _local.unpacker  # type: ignore[no-any-return]
 
     def decode(self, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]) -> bool:
         """Decode one field; whether it held what was promised.

@@ -132,8 +132,8 @@ class PrefixGuard:
         """Ids of the tensors whose version or memory is another one."""
         versions = zip(self._counted, self._versions, strict=True)
         places = zip(self._placed, self._pointers, strict=True)
-        moved = {id(tensor) for tensor, before in versions if version(tensor) != before}
-        return moved | {id(tensor) for tensor, before in places if pointer(tensor) != before}
+        moved = {id(tensor) for tensor, before in versions if tensor._version != before}
+        return moved | {id(tensor) for tensor, before in places if tensor.data_ptr() != before}
 
     def _now(self, i: int) -> Named:
         """Return the tensor that stands in the place of the i-th."""
@@ -164,16 +164,6 @@ _CHUNK_BYTES = 1 << 15
 """Read in full with each batch, in turns over all tensors: about 3 us."""
 
 
-def version(tensor: Tensor) -> int:
-    """Return the version counter; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def pointer(tensor: Tensor) -> int:
-    """Return the address of the data; 0 where there is no single one."""
-    return tensor.data_ptr() if tensor.layout == torch.strided else 0
-
-
 class ContentHash:
     """Digest tensors, and remember each digest until the tensor changes.
 
@@ -185,7 +175,9 @@ class ContentHash:
 
     def of(self, tensor: Tensor) -> str:
         """Return the hash of dtype, shape and bytes."""
-        known, state = self._known.get(id(tensor)), (version(tensor), pointer(tensor))
+        known = self._known.get(id(tensor))
+        place = tensor.data_ptr() if tensor.layout == torch.strided else 0
+        state = 0 if tensor.is_inference() else tensor._version, place
         if known is None or known[0] is not tensor or known[1:3] != state:
             known = self._known[id(tensor)] = (tensor, *state, tensor_digest(tensor))
         return known[3]
