@@ -136,7 +136,7 @@ class LoaderApi:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
         they are not random.
         """
-        if not self._clocks and not any(self._directory.glob(f"{NOTE}*")):
+        if not self._clocks and not any(self._directory.glob(f"{NOTE}draws-*")):
             return None  # a fingerprint takes time
         name = _note_of(source)
         return self._clocks.get(name) or next(_clocks(self._directory, name), (None, None))[0]

@@ -82,8 +82,9 @@ def test_a_short_run_is_computed_says_so_once_and_trains_as_without_a_cache(
             if gate == "auto":
                 assert stats.gate.startswith("postponed: 6 batches an epoch")
                 assert stats.num_samples == 0
-    with cached(tmp_path / "auto") as (_, cache):  # the next run knows how long this one was
-        assert cache.api.policy.num_epochs["train, 6"] == 4
+    with cached(tmp_path / "auto") as (_, cache):  # the next run knows how long this one was, and
+        # looks at no data for that note
+        assert (cache.api.policy.num_epochs["train, 6"], cache.api.next_pass_of(None)) == (4, None)
     assert losses[0] == losses[1]
     assert sum("would hardly win back" in r.getMessage() for r in caplog.records) == 1
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
