@@ -604,7 +604,6 @@ class SkipEngine:
     def _miss(self, plan: ReplayPlan, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host."""
         output, capture = replay.full(self._once, plan, call)
-        self._settle(plan)
         return self._taken(plan, call, output, capture.rows(), capture.deviation)
 
     def _taken(
@@ -654,7 +653,6 @@ class SkipEngine:
         if not self.host.audit_leaves(call.batch, mask, loaded):
             return False
         fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
-        self._settle(source)
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
@@ -688,7 +686,6 @@ class SkipEngine:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
         fresh = replay.prefix(self._forward, source, call, missing)
-        self._settle(source)
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
         return {
@@ -709,8 +706,6 @@ class SkipEngine:
         except BaseException as error:
             self._running["call"].note(error)
             raise
-        if source.guard is not None and source.guard.state.has_hooks:
-            self._settle(source)  # they may keep a count or a list
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)
         return output if source.growth is None else self._watched(source, call, output)
@@ -809,12 +804,6 @@ class SkipEngine:
             self._hashes.forget()
         if self._auto is not None:
             self._auto.look_again()
-
-    def _settle(self, plan: ReplayPlan) -> None:
-        """What the prefix's own run has left on its modules is no change: memoised tables."""
-        for guard in {plan.guard, *self._plans.guards}:
-            if guard is not None:
-                guard.settle()
 
     # ---- the boundary -------------------------------------------------------------------------
 

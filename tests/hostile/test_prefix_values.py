@@ -499,13 +499,7 @@ def test_an_attribute_that_is_set_to_what_it_was_is_served_on(run):
 # ---- settings of torch's own modules ----------------------------------------------------------
 
 
-DECIDE_NOTHING = {
-    "p of held dropout": put("stem.3", p=0.7),
-    "momentum of held BatchNorm": put("stem.1", momentum=0.5),
-}
-
-
-@hostile(over=DECIDE_NOTHING, silent=True)
+@hostile(over={"p": put("stem.3", p=0.7), "momentum": put("stem.1", momentum=0.5)}, silent=True)
 def test_settings_that_decide_nothing_are_let_be(run, change):
     changed(run, change, ConvNet(), images(), boundary="body")
 
@@ -676,6 +670,17 @@ def test_a_front_that_counts_outside_of_the_model_in_turns(run, make, tick):
     at = make()
     front = lambda m, x: m.middle(m.early(x) * (1 + tick(at) % 2))  # noqa: E731
     trained(run, model=net(front=front))
+
+
+@hostile(over={"once": {11}, "at first": {1}, "thrice": {3, 12, 21}, "always": range(99)})
+def test_a_flag_of_the_front_that_the_head_turns_over(run, turns):
+    def back(model, h):
+        model.calls, model.flag = model.calls + 1, model.flag ^ (model.calls in turns)
+        return Net.back(model, h)
+
+    model = net(front=lambda m, x: Net.front(m, x * (1 + m.flag)), back=back, flag=0, calls=1)
+    model.middle.register_forward_hook(lambda m, *_: setattr(m, "seen", [m]))
+    trained(run, model=model, epochs=6)
 
 
 @hostile(served=True)

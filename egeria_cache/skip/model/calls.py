@@ -32,6 +32,7 @@ from torch import nn
 from torch._functorch import config as functorch
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch import unwrap
 from egeria_cache.pystate import StandIn, entries, is_compiled
 
@@ -76,6 +77,31 @@ def take_over(modules: Iterable[nn.Module], handler: Handler, replaced: Replaced
         own[key] = functools.partial(handler, module, original)
 
 
+def when_returned(module: nn.Module, then: Callable[[], None]) -> None:
+    """Do something once a module, whose forward has returned, has run its own hooks; what is taken
+    over is left to itself meanwhile.
+    """
+    handles: list[Any] = []
+
+    def now(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        places = [*itertools.chain.from_iterable(LOCAL.active)]
+        ours = [own.get(key) for own, key, _ in places]
+        try:
+            _restore(places)
+            with Attempt():
+                then()
+        finally:
+            for (own, key, _), one in zip(places, ours, strict=True):
+                own[key] = one
+
+    if module._forward_hooks and module.__dict__.get("_compiled_call_impl") is None:
+        handles.append(module.register_forward_hook(now, always_call=True))
+    else:
+        now()
+
+
 def heal(depth: int) -> None:
     """Undo what blocks of `intercept` beyond so many have left, whatever has ended them.
 
@@ -111,12 +137,16 @@ def put_back(replaced: Replaced) -> None:
         if one is replaced:
             begin = place
             break
-    for own, key, before in reversed([*itertools.chain.from_iterable(active[begin:])]):
+    _restore([*itertools.chain.from_iterable(active[begin:])])
+    del active[begin:]
+
+
+def _restore(replaced: Replaced) -> None:
+    for own, key, before in reversed(replaced):
         if before is _MISSING:
             own.pop(key, None)
         else:
             own[key] = before
-    del active[begin:]
 
 
 def _route(

@@ -189,7 +189,7 @@ class DryRun:
                 "the skipped modules again in backward; let the checkpointed region begin after it",
             )
         traced.outputs, traced.seconds = run.outputs, run.seconds
-        traced.given, traced.moved = copied.call.leaves, copied.moved
+        traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
         traced.counted = before.outside.moved_whole(copied.copy_of)
         traced.after = self._surroundings.now()
         return run.wants_grad

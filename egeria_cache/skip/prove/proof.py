@@ -67,6 +67,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             name = traced.names[id(module)]
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
+    traced.called.call = traced.copies.fresh().call
+    followed = recompute(traced, copied=traced.called, goes_on=True)
     seen = observe(traced)
     repeats, trace = Repeats(traced, seen.others), seen.trace
     traced.coarsest = coarseness(() if trace is None else trace.dtypes)
@@ -92,6 +94,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     _check_repeats(traced, repeats, plan)
+    if not same_parts(plan, repeats.first, followed):
+        raise BoundaryError.impure(plan.boundary, "the first call has left what decides the next")
     parts += _with_made_up(traced, plan)
     check_rows(traced, parts, plan, trace)
     check_constants(parts, plan)
@@ -330,9 +334,9 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     """Nothing outside of the model may move with each run of the prefix, if it is no count."""
     outside, copied = traced.before.outside, traced.copies.fresh()
     few, counted = [0, traced.size - 1], {id(one.where) for one in traced.counted}
-    first = recompute(traced, few, copied=copied)
+    recompute(traced, few, copied=copied)
     once, really, context = outside.now(copied.copy_of), outside.now(), dict(copied.context)
-    again = recompute(traced, few, copied=copied, goes_on=True)
+    recompute(traced, few, copied=copied, goes_on=True)
     moved = [
         f"the context variable {variable.name!r}"
         for variable, value in copied.context.items()
@@ -350,8 +354,6 @@ def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
     ]
     for name in moved:
         raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
-    if not same_parts(plan, first, again):
-        raise BoundaryError.impure(plan.boundary, "the first call has left what decides the next")
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:

@@ -113,6 +113,8 @@ class TracedBatch:
     """Id -> name of the parameters that the plain run has written to."""
     counted: list[Moved] = field(init=False)
     """What it has written outside of the model, as far as that can be put ahead."""
+    called: ModelCopy = field(init=False)
+    """The copy that it was."""
     after: World = field(init=False)
     coarsest: float = 0.0
     """The `coarseness` of all that the prefix computes with."""

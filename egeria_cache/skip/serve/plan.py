@@ -100,6 +100,8 @@ class ReplayPlan:
     """How it looks for batches of other lengths, where samples are padded."""
     mutable: list[Tensor] = field(default_factory=list)
     """Buffers that the active part writes to: put back if a replay has to be abandoned."""
+    returned: Callable[[], None] = lambda: None
+    """Is called when the boundary has returned."""
     replays: dict[int, Any] = field(default_factory=dict)
     """By batch size: what `replay.py` has made for all hits of that size."""
     _undo: _Undo | None = None
@@ -339,6 +341,14 @@ class PlanCache:
         """Take in a plan that was proved."""
         self._plans.setdefault(plan.key, []).append(plan)
         self._changed()
+        plan.returned = self._settle
+
+    def _settle(self) -> None:
+        """What the prefix's own run has left on its modules is no change: memoised tables, what its
+        hooks count. What the model does behind the boundary may be one.
+        """
+        for guard in self.guards:
+            guard.settle()
 
     def refuse(self, key: Key) -> None:
         """Try calls of this signature no more; what was proved of some goes on."""

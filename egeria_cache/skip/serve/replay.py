@@ -21,7 +21,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.model.calls import Replaced, intercept, put_back, take_over
+from egeria_cache.skip.model.calls import Replaced, intercept, put_back, take_over, when_returned
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
@@ -95,6 +95,8 @@ class CaptureRun:
             self._keep(step, output)
             if self._position == len(steps) - 1 and not self.deviation:
                 self._rows = self._finish()
+                if not self.stop:
+                    when_returned(module, self.plan.returned)
         self._position += 1
         if self._position == len(steps) and self.stop:
             raise PrefixDone
@@ -238,7 +240,10 @@ class ReplayRun:
                 leaves = self._with_values(index, leaves)
             output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
-        self.scene.after_boundary = self._position == len(steps)
+        if self._position == len(steps):
+            self.scene.after_boundary, guard = True, self.plan.guard
+            if guard is not None and guard.state.has_hooks:
+                when_returned(module, self.plan.returned)
         return output
 
     def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -367,6 +372,7 @@ def prefix(
     fresh = capture.rows()
     if fresh is None:
         raise BoundaryError.never_called(source.boundary)
+    source.returned()
     return fresh
 
 
@@ -406,11 +412,11 @@ def replay(
         take_over(run.modules, run, replaced)
         if plan is None or plan is source:
             output = forward(*args, **kwargs)
-            run.check()
         else:  # around the replay of the same modules
             capture = CaptureRun(plan, call.batch.lengths, size)
             with intercept(capture.plan.modules, capture):
                 output = forward(*args, **kwargs)
+        run.check()
     except Exception as error:
         if is_ours(error):
             torch.set_rng_state(generators)
