@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -326,6 +327,11 @@ class AttachedForward(ForwardSlot):
             _report(self._number)
             plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
             return self.__wrapped__(*plain(args), **plain(kwargs))
+        caller = sys._getframe(1).f_locals.get("self")
+        is_other = isinstance(caller, nn.Module) and caller is not self.module
+        if is_other and caller.__dict__.get(self.name) is self and self.before is None:
+            # A shallow copy: its parts are its own.
+            return MethodType(getattr(type(caller), self.name), caller)(*args, **kwargs)
         return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
