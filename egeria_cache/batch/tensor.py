@@ -245,6 +245,8 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     """Do what can be recorded; `NotImplemented` if this cannot be."""
     if has_other_operations():
         return NotImplemented
+    if func is Tensor.__getitem__ and isinstance(args[0], BatchTensor):
+        args = args[0], unwrap(args[1])  # a mask of labels: which rows it takes
     found: list[BatchTensor] = []
     slots = _slots((args, kwargs), found)
     first = found[0]

@@ -245,10 +245,7 @@ def cropped(x):
     return x[:, :, at : at + 6, at : at + 6]
 
 
-IMAGES = {
-    "cutmix": lambda x, n: cut(x),
-    "crops": lambda x, n: cropped(x),
-}
+IMAGES = {"cutmix": lambda x, n: cut(x), "crops": lambda x, n: cropped(x)}
 
 
 @hostile(over=IMAGES)

@@ -386,6 +386,7 @@ JOINED = {
     "views of a sample": lambda m, x: m(torch.stack([x, x.flip(-1)], 1).view(-1, 6))[::2],
     "pad": lambda m, x: m(F.pad(x[:, :4], (1, 1))),
     "flipud": lambda m, x: m(torch.flipud(x)),
+    "a mask": lambda m, x: m(x[x[:, 0] > -9]),
     "squeeze": lambda m, x: m(x[None].squeeze(0)),
     "each twice": lambda m, x: m(x.repeat_interleave(2, 0))[::2],
     "no gradient": lambda m, x: m(x.requires_grad_(False)),

@@ -111,9 +111,7 @@ FIXED = {
     },
 }  # fmt: skip
 """Their order is a function of what they have drawn: both loaders must give the same."""
-FREE = {
-    "shuffle": lambda: {"batch_size": BATCH, "shuffle": True},
-}
+FREE = {"shuffle": lambda: {"batch_size": BATCH, "shuffle": True}}
 
 
 def batches(loader):
