@@ -7,6 +7,7 @@ The model's own state is not among it: a dry run runs on a copy (`prove/model_co
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from egeria_cache.pystate import (
     is_library,
     is_put_back,
 )
+from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.state.watch import watched_attributes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -53,6 +55,10 @@ class World:
             sys.path[:] = path  # a module that was imported may have added to it, once
 
 
+def _is_users(entry: Any) -> bool:
+    return not isinstance(entry, ForwardSlot)
+
+
 class Surroundings:
     """Finds what the code of a model names.
 
@@ -72,7 +78,9 @@ class Surroundings:
             own = module.__dict__
             held = watched_attributes(module).values()
             code += [type(module), *held]
-            code += [own.get(name) for name in entries(module)]
+            code += [
+                inspect.unwrap(own[name], stop=_is_users) for name in entries(module) if name in own
+            ]
             for name in _HOOKS:
                 self._of_modules += own.get(name, {}).values()
             found = (one for value in held for one in found_in(value))
