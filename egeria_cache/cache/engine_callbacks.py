@@ -423,16 +423,14 @@ class EngineCallbacks:
         )  # fmt: skip
         self.leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
 
-    def data_changed(
-        self, loader_name: str, what: str, *, unlink: bool, give_up: bool = False
-    ) -> None:
+    def data_changed(self, loader_name: str, what: str, *, unlink: bool, give_up: str = "") -> None:
         """The loader's data set is another one than when it was looked at last.
 
         Args:
             loader_name: The loader's key.
             what: Where it differs.
             unlink: Whether rows of the new one may have been stored as rows of the old one.
-            give_up: Store nothing for this loader any more.
+            give_up: Why nothing is stored for this loader any more, if so.
         """
         if loader_name in self._status.uncached:
             return
@@ -440,8 +438,7 @@ class EngineCallbacks:
             lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=True
         )
         if give_up:
-            reason = f"its data set changes again and again ({what})"
-            self.leave_uncached(loader_name, reason, unlink=unlink)
+            self.leave_uncached(loader_name, f"{give_up} ({what})", unlink=unlink)
             return
         what = what if len(what) <= _MAX_SHOWN else f"{what[:_MAX_SHOWN]}..."
         text = f"the data set is another one ({what}): what was stored of it is not served"
@@ -488,7 +485,7 @@ class EngineCallbacks:
         if self._leave_together() or self._counts.why_not is not None:
             return  # whatever it is, it came first
         self._counts.why_not = reason
-        log.warning("a boundary is set, but nothing is cached: %s. %s", reason, remedy)
+        log.warning("a boundary is set, but these batches are computed: %s. %s", reason, remedy)
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""

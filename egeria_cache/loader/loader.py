@@ -289,21 +289,19 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 self.cache.api.data_settled(self.source.key)
             self._num_changes = 0
         elif what is not None:
-            self._num_changes += 1
             in_mid_pass = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end
-            self.cache.api.data_changed(
-                self.source.key, what, unlink=in_mid_pass,
-                give_up=stuck or self._num_changes > MAX_CHANGES,
-            )  # fmt: skip
+            why = "its persistent workers do not see that its data set has changed" * stuck
+            self._note_change(what, unlink=in_mid_pass, give_up=why)
         self._ended_unchanged = at_end
 
-    def _note_change_midway(self, what: str) -> None:
-        """The same in the middle of a pass, where what changes is loaded differently at once."""
+    def _note_change(self, what: str, *, unlink: bool = True, give_up: str = "") -> None:
+        """Void what was stored; in mid-pass, what changes is loaded differently at once."""
         assert self.cache is not None
         self._num_changes += 1
-        give_up = self._num_changes > MAX_CHANGES
-        self.cache.api.data_changed(self.source.key, what, unlink=True, give_up=give_up)
+        if self._num_changes > MAX_CHANGES:
+            give_up = give_up or "its data set changes again and again"
+        self.cache.api.data_changed(self.source.key, what, unlink=unlink, give_up=give_up)
 
     @property
     def _keeps_workers(self) -> bool:

@@ -175,7 +175,7 @@ class Pass:
         if is_due and self._cache is not None and not self._cache.is_beside(self._source):
             with self._cache.beside(self._source.key):
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
-                    self._loader._note_change_midway(what)
+                    self._loader._note_change(what)
         batch = self._assembly.assemble(plan, loaded)
         if self._progress.drawn:
             self._progress.count(plan.task.number)

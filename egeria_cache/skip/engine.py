@@ -121,7 +121,7 @@ class _Unserved:
         self._num, self._of, self.is_quiet = self._num + 1, of, False
         if self._num == 1:
             self._why = why
-        if self._num == _MAX_BARE:
+        if self._num == (MAX_CHAINS + 1 if why is _ALL_NEW else _MAX_BARE):
             self._told(*_with_remedy(self._why))
 
     def served(self, *, but: str = "") -> None:
