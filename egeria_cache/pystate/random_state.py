@@ -25,12 +25,8 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states."""
-        return cls(
-            torch.get_rng_state(),
-            random_states(),
-            random.getstate(),
-            np.random.get_state(),
-        )
+        numpy = np.random.get_state()
+        return cls(torch.get_rng_state(), random_states(), random.getstate(), numpy)
 
     @staticmethod
     def seed(number: int) -> None:

@@ -121,11 +121,9 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
 
 def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
     """What no sample has as its own decides nothing about what is stored."""
-    mixed = {id(leaf): path for path, leaf in traced.call.batch.mixed.items()}
-    for position in plan.pinned:
-        path = mixed.get(id(traced.call.leaves[position]))
-        if path is not None:
-            raise BatchError(traced.call.batch.why_mixed)
+    mixed = set(map(id, traced.call.batch.mixed.values()))
+    if any(id(traced.call.leaves[position]) in mixed for position in plan.pinned):
+        raise BatchError(traced.call.batch.why_mixed)
 
 
 def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomputed]:
@@ -267,12 +265,8 @@ def _check_repeats(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> N
     """Run twice on the same rows, what is cached must be the same, and nothing may move."""
     repeats.check(plan)
     if not same_parts(plan, repeats.first, repeats.again):
-        what = repeats.reason()
-        raise BoundaryError.impure(
-            plan.boundary,
-            "it gives other results when it is called again"
-            + (f" ({what!r} moves with every call)" if what else ""),
-        )
+        how = "it gives other results when it is called again" + repeats.reason()
+        raise BoundaryError.impure(plan.boundary, how)
     _check_counters(traced, repeats, plan)
 
 
@@ -387,12 +381,8 @@ def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
         specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
         num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
         steps.append(Step(step.name, seconds / traced.size, num_bytes))
-    steps[-1] = Step(
-        steps[-1].name,
-        steps[-1].seconds_per_sample,
-        sum(plan.tensor_spec(slot).row.num_bytes for slot in plan.slots().values()),
-    )
-    return tuple(steps)
+    stored = sum(plan.tensor_spec(slot).row.num_bytes for slot in plan.slots().values())
+    return *steps[:-1], replace(steps[-1], row_bytes=stored)
 
 
 def _check_replay(traced: TracedBatch, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:

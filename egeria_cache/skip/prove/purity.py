@@ -76,11 +76,10 @@ class Repeats:
                 "another batch when the prefix is skipped",
             )  # fmt: skip
 
-    def reason(self) -> str | None:
+    def reason(self) -> str:
         """Name what moved between two runs on the same rows, where their results differ."""
-        for (module, key), _ in self._counting:
-            return self._name(module, key)
-        return None
+        names = (self._name(*pair) for pair, _ in self._counting)
+        return next((f" ({name!r} moves with every call)" for name in names), "")
 
     def _impure(self, module: nn.Module, key: str, how: str) -> BoundaryError:
         kind = "buffer" if key in module._buffers else "attribute"
