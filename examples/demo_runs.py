@@ -62,7 +62,7 @@ ACTS = (
         name="augmented",
         title="The same, with random augmentation",
         about="Each image is shifted and turned at random. PyTorch draws anew in every epoch; "
-        "Egeria uses a draw for eight epochs, so that seven eighths of each batch skip the front.",
+        "Egeria uses a draw for four epochs, so that three quarters of each batch skip the front.",
         epochs=24, lr=0.03, size=24, batch_size=32, is_finetuning=True,
     ),
     Act(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from egeria_cache.batch import SampleId, sample_seed
 
-DEFAULT_REUSE = 8
+DEFAULT_REUSE = 4
 """Epochs: docs/augmentation.md has the figures."""
 NO_DRAW = (1 << 32) - 1
 """A number that no draw ever has."""

@@ -167,7 +167,7 @@ def test_an_epoch_that_was_broken_off_is_begun_again_by_the_next_run(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, ["(torch)", "used for 8 epochs", "88%", "0.1 MB", "reuse="]),
+        ({}, ["(torch)", "used for 4 epochs", "75%", "0.1 MB", "reuse="]),
         ({"reuse": None}, ["for ever", "100%"]),
         ({"reuse": 1}, ["not cached", "reuse=1 every epoch draws anew"]),
         ({"reuse": 2, "augmentation_variants": 3}, ["3 draws of each", "50%", "0.2 MB"]),
