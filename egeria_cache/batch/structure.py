@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -128,7 +128,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
     around = (*around, id(node))
     if kind in (list, tuple):
         items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
-        return lambda values: kind(map(methodcaller("__call__", values), items))
+        return lambda values: kind([item(values) for item in items])
     if isinstance(node, dict):
         parts = {k: _walk(v, f"{path}[{k!r}]", walk, around) for k, v in node.items()}
         if kind is dict:

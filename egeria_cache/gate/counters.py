@@ -102,6 +102,10 @@ class CacheStats:
         return as_text(self._lines())
 
     @property
+    def _proof(self) -> str:
+        return f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
+
+    @property
     def _random(self) -> str:
         if not self.random_samples:
             return ""
@@ -125,8 +129,7 @@ class CacheStats:
                 f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"
             ),
             "random draws": self._random,
-            "training time saved": f"{self.saved_s:.1f} s"
-            + f", after {self.proof_s:.1f} s for the proof" * bool(self.proof_s),
+            "training time saved": f"{self.saved_s:.1f} s{self._proof}",
             "on disk": f"{size(self.bytes_on_disk)} of {size(self.limit_bytes)}{self._density}",
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
             "reloaded": str(self.refetched),

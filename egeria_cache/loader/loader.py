@@ -291,8 +291,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
         elif what is not None:
             in_mid_pass = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end
-            why = "its persistent workers do not see that its data set has changed" * stuck
-            self._note_change(what, unlink=in_mid_pass, give_up=why)
+            unseen = "its persistent workers do not see that its data set has changed"
+            self._note_change(what, unlink=in_mid_pass, give_up=unseen if stuck else "")
         self._ended_unchanged = at_end
 
     def _note_change(self, what: str, *, unlink: bool = True, give_up: str = "") -> None:

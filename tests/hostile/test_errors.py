@@ -149,6 +149,7 @@ def exported(model):
 
 
 COPIES = {
+    "deepcopy": copy.deepcopy,
     "traced": quietly(lambda m: torch.jit.trace(m, inputs(), check_trace=False)),
     "shallow": lambda m: (
         vars(other := copy.copy(m)).update(_modules={**m._modules, "late": nn.Tanh()}) or other
@@ -160,8 +161,7 @@ COPIES = {
 
 @hostile(over=COPIES, cases=3, served=True)
 def test_a_copy_of_any_kind_is_made_while_training_goes_on(run, make):
-    model = run.freeze(Plain())
-    loader = run.loader(rows())
+    model, loader = run.freeze(Plain()), run.loader(rows())
     run.fit(model, loader, 2)
     other = make(model)
     with torch.no_grad():
