@@ -59,19 +59,23 @@ def test_a_boundary_that_returns_its_input_and_a_head_that_writes(run, make, lat
     trained(run, model=Shared(make(), late, reads), epochs=4)
 
 
-def by_a_flag(m, x, late):
+def by_a_flag(m, x):
     h = torch.tanh(m.early(x))
-    z = m.middle(h)
-    keep = z.view(-1, 2, 4)
-    if late:
+    keep = (z := m.middle(h)).view(-1, 2, 4)
+    if m.late_now:
         keep[:, 0] += 1
     return m.head(torch.tanh(z)) + m.head(torch.tanh(h))
 
 
-def residual_stream(m, x, late):
-    h = m.early(x)
-    z = m.middle(h)
-    if late:
+def kept(m, value):
+    if m.late_now:
+        m.kept.append(value)
+    return sum(m.kept)
+
+
+def residual_stream(m, x):
+    z = m.middle(h := m.early(x))
+    if m.late_now:
         h += 1.0
     return m.head(torch.tanh(z + h))
 
@@ -92,14 +96,15 @@ class Scaled(torch.autograd.Function):
 FORWARDS = {
     "a view": by_a_flag,
     "the stream": residual_stream,
-    "the input, in backward": lambda m, x, late: Scaled.apply(m.back(m.front(x)), x),
-    "the input, late": lambda m, x, late: m.back(m.front(x)) * (x[:, :1] if late else 1),
+    "the input, in backward": lambda m, x: Scaled.apply(m.back(m.front(x)), x),
+    "kept": lambda m, x: m.back(m.middle(h := m.early(x))) + kept(m, h.mean()),
+    "the input, late": lambda m, x: m.back(m.front(x)) * (x[:, :1] if m.late_now else 1),
 }
 
 
 @hostile(over=FORWARDS)
 def test_a_head_that_writes_to_the_front_s_output_late(run, write):
-    model = net(forward=lambda m, x: write(m, x, m.late_now), late_now=False)
+    model = net(forward=write, late_now=False, kept=[])
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
 
 
@@ -146,8 +151,7 @@ def test_leaves_of_one_memory_are_written_by_the_loop(run):
 
 
 def by_difficulty(samples):
-    samples = sorted(samples, key=lambda s: float(s[0].sum()))
-    return default_collate(samples)
+    return default_collate(sorted(samples, key=lambda s: float(s[0].sum())))
 
 
 def relabelled(samples):
@@ -346,11 +350,8 @@ def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
         model.kept.append(sgd(model))
         return model.kept[1]
 
-    def each_step(model, step):
-        if step == 7:
-            change(model)
-
-    trained(run, model=model, epochs=5, each_step=each_step, optimizer=optimizer)
+    late = {"each_step": lambda m, step: step == 7 and change(m)}
+    trained(run, model=model, epochs=5, optimizer=optimizer, **late)
 
 
 # ---- idioms that raise when they are tried alone -------------------------------------------------

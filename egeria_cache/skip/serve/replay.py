@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
@@ -211,6 +213,18 @@ class ReplayRun:
             is_suspect |= made() is not None
         if is_suspect and (kept := self.scene.kept(self._own, self._held)):
             raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
+
+    def take_back(self) -> None:
+        """Leave no placeholder in lists: the model puts numbers there when it is computed."""
+        made: list[Any] = [one for ref in self.scene.made if (one := ref()) is not None]
+        made += [one for one in gc.get_referrers(*made, *self._own) if type(one) is tuple]
+        made += self._own
+        ours, held = [self._own, made, *self._leaves.values()], set(map(id, made))
+        for some in gc.get_referrers(*made):
+            if isinstance(some, list | deque) and not any(some is one for one in ours):
+                rest = [one for one in some if id(one) not in held]
+                some.clear()
+                some.extend(rest)
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -421,6 +435,7 @@ def replay(
         if is_ours(error):
             torch.set_rng_state(generators)
             source.put_back_buffers()
+            run.take_back()
         raise
     finally:
         run.scene.finished = True
