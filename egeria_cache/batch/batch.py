@@ -91,14 +91,11 @@ class Batch:
         self.size = len(ids)
         self.draws = np.asarray(draws, np.int64)
         self.loader_name = loader_name
-        self.leaves: dict[str, Rows] = dict(leaves)
+        self.leaves: dict[str, Rows] = {}
         """As they were handed out: what the loop does to its own is not done to these."""
         self._vouched: dict[str, Vouched] = {}
-        for path in leaves if may_be_stored else ():
-            self.leaves[path], vouched = held(leaves[path])
-            if vouched is not None:
-                self._vouched[path] = vouched
         self.may_be_stored = may_be_stored
+        self._hold(leaves)
         self.context = context
         self.lengths = lengths
         self.mixed = mixed or {}
@@ -110,6 +107,12 @@ class Batch:
         self._parts: dict[bytes, Batch] = {}
         self._load_stored: Callable[[], dict[str, Tensor]] | None = None
         """Reads the stored rows once, for all parts."""
+
+    def _hold(self, leaves: Mapping[str, Rows]) -> None:
+        for path, rows in leaves.items():
+            self.leaves[path], vouched = held(rows) if self.may_be_stored else (rows, None)
+            if vouched is not None:
+                self._vouched[path] = vouched
 
     @property
     def entry(self) -> Entry | None:
@@ -168,6 +171,8 @@ class Batch:
         assert self.absent is not None, "every row was loaded with the batch"
         if self._loaded is None:
             self._loaded = self.load_rows(self.absent)
+            if self.absent.all():
+                self._hold({path: self._loaded[path] for path in {*self._loaded} - {*self.leaves}})
         return self._loaded
 
     def rows_of(self, leaf: str, rows: np.ndarray | None) -> Rows | None:

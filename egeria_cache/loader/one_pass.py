@@ -171,7 +171,7 @@ class Pass:
         plan = self._planner.take(loaded.number)
         if self._gathers != self._planner.is_midway:
             self._gather(not self._gathers)
-        is_due = self._asks_midway and asked >= self._source.fingerprint.next_look
+        is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and self._cache is not None and not self._cache.is_beside(self._source):
             with self._cache.beside(self._source.key):
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:

@@ -12,12 +12,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
@@ -39,6 +43,9 @@ MAX_ASKED = 2
 """How often samples are asked at once about one thing that moves; then as time allows."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
+_MAX_TENSORS = 256
+"""Of the data that are looked at for each batch: 50 ns each."""
+_version = attrgetter("_version")
 FREE_S = 0.05
 """What looking may take besides: in short runs all is looked at, and with each batch."""
 
@@ -54,6 +61,26 @@ class Look(NamedTuple):
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
     decides: str | None = None
     """What counts loads, and decides what they give."""
+    read: frozenset[str] = frozenset()
+    """Paths of what trains, and is computed with."""
+
+
+class _Reads(TorchDispatchMode):
+    """Notes where what operators are given lies."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = set[int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.places.update(map(_place, tree_leaves((args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+
+def _place(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) and value.layout == torch.strided else 0
 
 
 def look(
@@ -62,13 +89,16 @@ def look(
     collate: Callable[[Any], Any],
 ) -> Look:
     """Load some samples, and collate them, and describe them."""
-    before = Portrait(roots, thorough=False)
-    samples = load()
-    prints, together = [sample_print(sample) for sample in samples], None
-    for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves behind matters
-        with Attempt():
-            together = sample_print(collate(some))
-            break
+    before, reads = Portrait(roots, thorough=False), _Reads()
+    held = ((one.path, one.where) for one in before.places if isinstance(one.where, Tensor))
+    trained = {_place(tensor): path for path, tensor in held if tensor.requires_grad}
+    with reads if trained else nullcontext():
+        samples = load()
+        prints, together = [sample_print(sample) for sample in samples], None
+        for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves matters
+            with Attempt():
+                together = sample_print(collate(some))
+                break
     moved = frozenset[str]()
     if before.has_moved():
         after = Portrait(roots, thorough=False)
@@ -76,7 +106,8 @@ def look(
         moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
         # A cache that gives up one sample for another is as long as before.
         moved |= {_container(p) for p in moved if (p in before.prints) != (p in after.prints)}
-    return Look(prints, together, moved)
+    read = frozenset(trained[place] for place in trained.keys() & reads.places)
+    return Look(prints, together, moved, read=read)
 
 
 def _container(path: str) -> str:
@@ -115,11 +146,13 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full = self.next_look = 0.0
+        self._next_full = self._next_look = 0.0
         """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._free_s = FREE_S
         self._glance: Portrait
         """Of the data as they were when they were looked at last."""
+        self._tensors, self._versions = list[Tensor](), list[int]()
+        """Of it: a trained model's may be written to in each step."""
 
     def __str__(self) -> str:
         """Return text that differs between data sets that give other samples."""
@@ -148,12 +181,24 @@ class Fingerprint:
         started = time.perf_counter()
         with without_modes():  # the loop's may be on in the middle of a pass
             what = self._changed(midway)
+        self._note_tensors()
         now = time.perf_counter()
         self._free_s -= now - started
-        self.next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
+        self._next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is worth looking in the middle of a pass."""
+        return now >= self._next_look or list(map(_version, self._tensors)) != self._versions
+
+    def _note_tensors(self) -> None:
+        left_out = self._left_out
+        held = (one.where for one in self._glance.places if not is_below(one.path, left_out))
+        self._tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
+        del self._tensors[_MAX_TENSORS:]
+        self._versions = list(map(_version, self._tensors))
 
     def _changed(self, midway: bool) -> str | None:
         quick, (seen, before) = self._glance, self._portraits
@@ -166,7 +211,7 @@ class Fingerprint:
             return None
         full, left_out = Portrait(self._roots), self._left_out
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
-        if surely:
+        if surely or (surely := [*self._shown.read.intersection(before.differences(full, set()))]):
             return surely[0]
         moved = before.differences(full, self._shown.moved if is_due else left_out)
         self._portraits = quick, full

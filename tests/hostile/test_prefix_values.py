@@ -730,15 +730,9 @@ INSIDE = ("an object", "an array", "a table", "a list", "a tensor", "a tensor pa
 @hostile(over={kind: HELD[kind] for kind in INSIDE}, cases=3)
 def test_an_argument_that_changes_inside_is_read_again(run, make, read, write):
     given = make(1.0)
-
-    def each_epoch(model, epoch):
-        if epoch == 2:
-            run.turn()
-            write(given, 2.0)
-
     trained(
         run, lambda m, b: F.cross_entropy(m(b[0], given), b[1]), model=early(read), epochs=4,
-        each_epoch=each_epoch,
+        each_epoch=lambda _, epoch: epoch == 2 and (run.turn(), write(given, 2.0)),
     )  # fmt: skip
 
 
@@ -753,6 +747,7 @@ ANOTHER = {
     ),
     "a schedule": (float, lambda step: 1.0 + 0.1 * step),
     "a number that decides from a threshold on": (lambda k: 1.0 + (k > 6), lambda step: step),
+    "there or not": (lambda t: 1.0 + (t is None), lambda step: torch.ones(1) if step > 8 else None),
     "a word that is asked for": (lambda task: 1.0 + (task == "b"), lambda step: "acb"[step % 3]),
 }  # fmt: skip
 

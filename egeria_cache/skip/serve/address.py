@@ -79,10 +79,9 @@ def address(
     arguments = {
         path: repr(leaf) if isinstance(leaf, PLAIN) else digest(leaf)
         for path, leaf in zip(paths, call.leaves, strict=True)
-        if not isinstance(leaf, Tensor) and leaf is not None
+        if not isinstance(leaf, Tensor)
     }
-    for position in plan.free:
-        arguments.pop(paths[position], None)
+    arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
     autocast, default_dtype = mode_key()
     gradients = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}

@@ -31,6 +31,7 @@ _UNFOLLOWED = frozenset(
 _PAST_OPERATORS = {
     Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.numpy,
     Tensor.__array__, Tensor.__dlpack__,
+    *(getattr(Tensor, name).__get__ for name in ("_version", "grad")),
 }  # fmt: skip
 
 
