@@ -95,7 +95,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     _check_repeats(traced, repeats, plan)
     if not same_parts(plan, repeats.first, followed):
-        raise BoundaryError.impure(plan.boundary, "the first call has left what decides the next")
+        how = f"a call leaves behind what decides the next: {repeats.left(seen.noted)}"
+        raise BoundaryError.impure(plan.boundary, how)
     parts += _with_made_up(traced, plan)
     check_rows(traced, parts, plan, trace)
     check_constants(parts, plan)

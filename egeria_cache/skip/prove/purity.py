@@ -7,7 +7,7 @@ list) would stand still on hits, and what is left behind by a run would be that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -81,6 +81,17 @@ class Repeats:
         names = (self._name(*pair) for pair, _ in self._counting)
         return next((f" ({name!r} moves with every call)" for name in names), "")
 
+    def left(self, noted: Container[tuple[int, str]]) -> str:
+        """Name what the whole first call has left: what is `noted` as read, if any of it is."""
+        moved = []
+        for module in self._traced.model.modules():
+            copies = self._traced.copies.before(module), self._traced.called.of(module)
+            then, now = ({"training": str(one.training)} | _texts(one) for one in copies)
+            moved += [(module, key) for key, held in now.items() if held != then.get(key)]
+        read = [(module, key) for module, key in moved if (id(module), key) in noted]
+        names = [repr(self._name(*pair)) for pair in read or moved]
+        return ", ".join(names) or "something outside of the model"
+
     def _impure(self, module: nn.Module, key: str, how: str) -> BoundaryError:
         kind = "buffer" if key in module._buffers else "attribute"
         return BoundaryError.impure(
@@ -93,10 +104,7 @@ class Repeats:
 
     def _held(self) -> list[dict[str, Content]]:
         """Return what the copies hold now, by module and attribute."""
-        return [
-            {key: Content(part, _MAX_DEPTH, into_foreign=False) for key, part in _state(copy)}
-            for _, copy in self._watched
-        ]
+        return [_contents(copy) for _, copy in self._watched]
 
     def _changes(
         self, before: list[dict[str, Content]], *, new_keys: bool = True
@@ -118,6 +126,14 @@ class Repeats:
                 if moved:
                     found.append(((module, key), not held.arrays.isdisjoint(moved)))
         return found
+
+
+def _contents(module: nn.Module) -> dict[str, Content]:
+    return {key: Content(part, _MAX_DEPTH, into_foreign=False) for key, part in _state(module)}
+
+
+def _texts(module: nn.Module) -> dict[str, Any]:
+    return {key: held.texts for key, held in _contents(module).items()}
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
