@@ -63,7 +63,7 @@ from egeria_cache.pystate.places import (
 )
 from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, holds_threads
 
-_ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 24, sketches=True)
+_ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 22, sketches=True)
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
 _NO_OBJECTS = (
@@ -190,7 +190,10 @@ class Portrait(Snapshot):
         """Note what the place holds by name; return what else it holds."""
         if isinstance(place, Names) and str(place.where.get("__file__")).startswith(LIBRARIES):
             return []
-        is_pickled = is_pickled_otherwise(type(place.where)) and sketch_of("", place.where)
+        is_array = isinstance(place.where, Tensor | np.ndarray)
+        is_pickled = (
+            not is_array and is_pickled_otherwise(type(place.where)) and sketch_of("", place.where)
+        )
         is_vouched = id(place.where) in self._vouched
         if isinstance(place, Attributes):
             if isinstance(place.where, MEMORY) or (is_pickled and not is_vouched):
