@@ -161,6 +161,7 @@ class Snapshot:
         self.places: list[Place] = []
         self._kept: list[Any] = []
         self._alive: dict[int, Any] = {}
+        self._lending: list[tuple[Place, Any]] | None = None
         pending = deque(roots)
         for place in places:
             pending += self._keep(place)
@@ -201,6 +202,13 @@ class Snapshot:
         return self._alive.values()
 
     @property
+    def may_last(self) -> bool:
+        """Whether, as long as it `has_moved` not, another one would be the same; no array is kept
+        alive for it.
+        """
+        return not any(isinstance(one, (Tensor, np.ndarray, *LEADS)) for one in self.objects)
+
+    @property
     def used_up(self) -> str | None:
         """Name a generator that runs: nobody can put it back."""
         both = zip(self.places, self._kept, strict=True)
@@ -221,6 +229,15 @@ class Snapshot:
                     place.write(place.where, new)
         for version in self._versions:
             version.__exit__(None, None, None)
+
+    def lend(self) -> None:
+        """Have copies stand in their places as `put_back` does, while all is as it was kept."""
+        if self._lending is None:
+            both = zip(self.places, self._kept, strict=True)
+            self._lending = [one for one in both if not _same(self._lent(*one), one[1])]
+        for place, kept in self._lending:
+            with Attempt():
+                place.write(place.where, self._lent(place, kept))
 
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""

@@ -64,6 +64,23 @@ def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
     assert [way for way, _ in taken] == ["full", "prefix", "replay", "replay"]
 
 
+SEEN = {"least": 8}
+
+
+class Seeing(Net):
+    def forward(self, x):
+        SEEN["least"] = min(SEEN["least"], len(x))
+        return super().forward(x)
+
+
+def test_what_the_models_code_leaves_outside_is_what_whole_batches_leave(monkeypatch):
+    harness, taken = make(cls=Seeing), ways(monkeypatch)
+    for first in range(0, 20, 4):
+        step(harness.model, call, harness.batch(range(first, first + 8)))
+    assert SEEN["least"] == 8
+    assert [way for way, _ in taken].count("prefix") == 4
+
+
 def test_pytorchs_counter_of_operations_counts_what_the_loop_computes_alone():
     harness, counted = make(), []
     for model in (copy.deepcopy(harness.model.eval()), harness.model, harness.model):

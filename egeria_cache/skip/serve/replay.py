@@ -109,7 +109,9 @@ class CaptureRun:
         return None if self.deviation else self._rows
 
     def _keep(self, step: StepPlan, output: Any) -> None:
-        leaves, spec = tree_flatten(output)
+        leaves, spec = [output], step.spec
+        if not step.single or type(output) is not Tensor:
+            leaves, spec = tree_flatten(output)
         if spec != step.spec:
             self._deviate(f"{step.name!r} returned another structure")
         elif self._learnt is not None:
@@ -373,7 +375,7 @@ def prefix(
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
     state = source.surroundings.but_modules(source.moving)
-    state.put_back(copies=True)
+    state.lend()
     try:
         with intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)

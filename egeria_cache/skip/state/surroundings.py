@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -71,6 +71,8 @@ class Surroundings:
         self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
         self._outside = Reach(self._is_beyond, follows_code=False)
         self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
+        self._last: tuple[Any, Snapshot] | None = None
+        """What was remembered last, and of what."""
         self._of_modules: list[Any] = []
         """Their hooks, and what they hold that is not copied with them."""
         code = [hook for hooks in self._hooks for hook in hooks.values()]
@@ -99,12 +101,17 @@ class Surroundings:
         roots = [os.environ, sys.path, *self._shared, *self._roots()]
         return World(RandomState.now(), self._snapshot(roots, self._places, MODELS))
 
-    def but_modules(self, moving: Iterable[tuple[nn.Module, str]]) -> Snapshot:
+    def but_modules(self, moving: Sequence[tuple[nn.Module, str]]) -> Snapshot:
         """Remember what code of the model may touch outside of it, what its hooks hold, and some
         attributes of modules.
         """
-        own = [Names("", vars(module), (key,)) for module, key in moving]
-        return self._snapshot(self._roots(), [*self._places, *own], self._outside)
+        roots, (known, self._last) = self._roots(), (self._last, None)
+        of = (*moving, *map(id, roots))
+        if known is None or known[0] != of or known[1].has_moved():
+            own = [Names("", vars(module), (key,)) for module, key in moving]
+            known = of, self._snapshot(roots, [*self._places, *own], self._outside)
+        self._last = known if known[1].may_last else None
+        return known[1]
 
     def _is_beyond(self, value: Any) -> bool:
         """Whether it is a module of the model, or what no forward of a frozen front writes to."""
