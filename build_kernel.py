@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = "egeria_cache/store/kernel.c"
 LIBRARY = "egeria_cache/store/_kernel.so"
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread")
 
 
 class KernelHook(BuildHookInterface):  # type: ignore[misc]

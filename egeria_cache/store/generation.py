@@ -171,11 +171,8 @@ class Generation:
     def locate(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> Located:
         """Look up where samples are stored, by whichever process."""
         keys = encode_keys(ids, variant)
-        try:
-            return Located(keys, self._files.locate(keys))
-        except _TROUBLE as error:
-            self._missed(error)
-        return Located(keys, np.zeros(len(keys), ENTRY))
+        none = np.zeros(len(keys), ENTRY)
+        return Located(keys, self._look(lambda view: view.locate(keys), none))
 
     def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored, by whichever process."""
@@ -217,7 +214,7 @@ class Generation:
         Args:
             located: Where they are.
             pin_memory: As there.
-            in_memory: Wait for no disk, but for one record that shows that not all is in memory.
+            in_memory: Wait for no disk, but for a record or two that show that not all is there.
 
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
@@ -226,7 +223,8 @@ class Generation:
         try:
             fetched = read(self._files, *located, pin_memory, in_memory)
             num_corrupt = fetched.num_corrupt
-            num_hits = 0 if self._stopped else fetched.num_hits  # it became void meanwhile
+            # It may have become void meanwhile.
+            num_hits = 0 if self._stopped else int(np.count_nonzero(fetched.hit))
         except _TROUBLE as error:
             self._missed(error)
         self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
@@ -298,7 +296,8 @@ class Generation:
         try:
             if jobs[0].aside is not None:
                 self._take_from(jobs[0].aside)
-            num_rows = sum(job.pick(self._files.locate(job.keys)["size"] > 0) for job in jobs)
+            with self._files.reading() as view:
+                num_rows = sum(job.pick(view.locate(job.keys)["size"] > 0) for job in jobs)
             num_written = self._commit([job for job in jobs if job.picked])
         except GoneError as gone:
             self._end(str(gone))

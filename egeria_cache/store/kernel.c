@@ -7,6 +7,7 @@
 
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -27,9 +28,8 @@ enum { LIBRARY_BYTES = 240 }; /* as many are hashed by the library, more while t
 enum { LIBRARY_BYTES = INT32_MAX };
 #endif
 
-enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16 };
+enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16, BITMAP_HEAD_BYTES = 16, MOST_HEAD_BYTES = 4096 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { BITMAP_HEAD_BYTES = 16, MOST_PLANES = 3, MOST_HEAD_BYTES = 4096 };
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63;
@@ -78,8 +78,8 @@ typedef uint8_t bytes8 __attribute__((vector_size(8)));
 typedef uint16_t words8 __attribute__((vector_size(16)));
 typedef uint32_t longs8 __attribute__((vector_size(32)));
 
-/* Fill `out` with the values where a bit is set (the highest of a byte first), else with zeros. Up
-   to VALUES_BEYOND values more than the bits mark are read, never used. */
+/* Fill `out` with the values where a bit is set (the highest of a byte first), else with zeros; return
+   how many are set. Up to VALUES_BEYOND values more than these are read, never used. */
 #define EXPAND(VECTOR, TYPE)                                               \
     for (; i + 8 <= n; i += 8) {                                           \
         bytes8 narrow;                                                     \
@@ -97,19 +97,12 @@ typedef uint32_t longs8 __attribute__((vector_size(32)));
         k += (int64_t)bit;                                                 \
     }
 
-VECTORISED static void expand(const uint8_t *bits, const uint8_t *values, int64_t n, int width,
+VECTORISED static int64_t expand(const uint8_t *bits, const uint8_t *values, int64_t n, int width,
                               uint8_t *out) {
     int64_t i = 0, k = 0;
     if (width == 2) { EXPAND(words8, u16) }
     if (width == 4) { EXPAND(longs8, u32) }
-}
-
-VECTORISED static uint64_t count_bits(const uint8_t *bits, int64_t n) {
-    uint64_t count = 0;
-    int64_t i = 0;
-    for (; i + 64 <= n; i += 64) count += (uint64_t)__builtin_popcountll(word(bits + i / 8));
-    for (; i < n; i++) count += bits[i >> 3] >> (7 - (i & 7)) & 1;
-    return count;
+    return k;
 }
 
 struct decoder {
@@ -131,7 +124,7 @@ static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, 
 /* Join `n` elements from planes. room: n * width bytes. */
 static int decode_planes(const struct decoder *with, const uint8_t *from, uint64_t size, int64_t n,
                          uint8_t *room, uint8_t *out) {
-    const uint8_t *plane[MOST_PLANES] = {0};
+    const uint8_t *plane[3] = {0};
     const uint64_t num_planes = with->width == 4 ? 3 : with->width == 2 ? 2 : 0;
     uint64_t at = 8 * num_planes, left = size - at;
     if (!num_planes || size < at) return 0;
@@ -161,11 +154,9 @@ static int decode_bitmap(const struct decoder *with, const uint8_t *from, uint64
     if (count > (uint64_t)n || stored > size - BITMAP_HEAD_BYTES) return 0;
     const uint8_t *bits = unpacked(with, from + BITMAP_HEAD_BYTES, stored, head & 1,
                                    (uint64_t)(n + 7) / 8, marks);
-    if (!bits || count_bits(bits, n) != count) return 0;
     from += BITMAP_HEAD_BYTES + stored, size -= BITMAP_HEAD_BYTES + stored;
-    if (!decode_planes(&as, from, size, (int64_t)count, room, values)) return 0;
-    expand(bits, values, n, (int)with->width, out);
-    return 1;
+    if (!bits || !decode_planes(&as, from, size, (int64_t)count, room, values)) return 0;
+    return expand(bits, values, n, (int)with->width, out) == (int64_t)count;
 }
 
 /* Decode one field to exactly `num_bytes` bytes. room: 3 * num_bytes + 80 bytes. */
@@ -266,12 +257,13 @@ struct batch {
     const uint8_t *keys;         /* one behind the other */
     const uint16_t *key_bytes;   /* of each */
     uint8_t *found;              /* how each was read; ABSENT before */
-    uint8_t *room;               /* for decoding, then for a whole record */
-    void *context;               /* of zstd */
+    uint8_t *room;               /* of each of two threads: for decoding, then for a whole record */
+    void *context, *other;       /* of zstd; without the other, one thread reads all */
     uint64_t decode_bytes, room_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
     int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
+    int64_t count, *num_drawn;   /* of the records; of those that a thread has read or will */
 };
 
 /* Where a file that is mapped was cut short, or the disk cannot read it, touching it is a signal that
@@ -292,16 +284,13 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
 
 /* Handle the signal, unless that is so: others may have come between. */
 static void handle_bus_errors(void) {
-    static int is_busy;
     const struct sigaction ours = {
         .sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
     struct sigaction now;
     if (sigaction(SIGBUS, NULL, &now)) return;
     if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_bus_error) return;
-    if (__atomic_exchange_n(&is_busy, 1, __ATOMIC_ACQUIRE)) return; /* another thread does */
     others = now, is_handed_over = 0;
     sigaction(SIGBUS, &ours, NULL);
-    __atomic_store_n(&is_busy, 0, __ATOMIC_RELEASE);
 }
 
 /* Copy from the map; whether it could be read. Nothing else touches it, and this once: what is
@@ -376,9 +365,9 @@ static int64_t num_waits(void) {
 }
 
 /* Where a record lies, if it is all in the part of the map that there is; else no place in it. */
-static uint64_t place_of(const struct batch *of, int64_t i, uint64_t map_bytes) {
-    const uint64_t place = of->entries[i].place, size = of->entries[i].size;
-    return place && place <= map_bytes && size <= map_bytes - place ? place : map_bytes;
+static uint64_t place_of(const struct batch *of, int64_t i) {
+    const uint64_t place = of->entries[i].place, size = of->entries[i].size, end = of->map_bytes;
+    return place && place <= end && size <= end - place ? place : end;
 }
 
 /* Whether the beginning of a record had to be waited for; it is in memory then. */
@@ -389,45 +378,67 @@ static int was_waited_for(const uint8_t *record, int64_t waits_before) {
            && num_waits() > waits_before;
 }
 
-/* Return how many are intact. Where one was not in memory, all that are left are asked for at once,
-   before they are waited for; or they stay ABSENT, if this does not wait. */
-static int64_t read_all(const struct batch *of, int64_t count, uint64_t map_bytes) {
+/* Read what no other thread has drawn. Where a record was not in memory, all that are left are asked
+   for at once, before they are waited for; or they stay ABSENT, if this does not wait. */
+static void read_drawn(const struct batch *of) {
     const uint8_t *key = of->keys;
-    const int64_t waits_before = num_waits();
-    int64_t num_intact = 0, is_asked_for = 0;
-    for (int64_t i = 0; i < count; key += of->key_bytes[i++]) {
-        const uint64_t place = place_of(of, i, map_bytes);
-        if (!of->entries[i].size) continue;
-        if (place < map_bytes && !is_asked_for && was_waited_for(of->map + place, waits_before)) {
+    const int64_t waits_before = num_waits(), some = of->count / 16 + 1;
+    for (int64_t i = 0, first = 0, end = 0, is_asked_for = 0; i < of->count; key += of->key_bytes[i++]) {
+        if (i == end)
+            first = __atomic_fetch_add(of->num_drawn, some, __ATOMIC_RELAXED), end = first + some;
+        if (i < first || !of->entries[i].size) continue;
+        const uint64_t place = place_of(of, i);
+        if (place < of->map_bytes && !is_asked_for && was_waited_for(of->map + place, waits_before)) {
             is_asked_for = 1;
             if (!of->waits) break;
-            for (const struct entry *one = of->entries + i; one < of->entries + count; one++)
+            for (const struct entry *one = of->entries + i; one < of->entries + of->count; one++)
                 if (one->size)
                     (void)posix_fadvise((int)of->descriptor, (off_t)one->place, one->size,
                                         POSIX_FADV_WILLNEED);
         }
-        const uint8_t *next = of->map + place_of(of, i + 1 < count ? i + 1 : i, map_bytes);
+        const uint8_t *next = of->map + place_of(of, i + 1 < of->count ? i + 1 : i);
         of->found[i] = DAMAGED;
-        if (place < map_bytes) of->found[i] = (uint8_t)read_one(of, i, place, key, next);
-        num_intact += of->found[i] == INTACT;
+        if (place < of->map_bytes) of->found[i] = (uint8_t)read_one(of, i, place, key, next);
     }
-    return num_intact;
+}
+
+/* A process has one helper at a time, which is not waited for until it has a core: whoever comes
+   second, it to begin or its reader to end, makes way for the next one. */
+static enum { FREE, WANTED, MET } helper_is;
+static struct batch helped;
+
+static void *help(void *nothing) {
+    if (__atomic_fetch_add(&helper_is, 1, __ATOMIC_ACQ_REL) == WANTED) read_drawn(&helped);
+    else __atomic_store_n(&helper_is, FREE, __ATOMIC_RELEASE);
+    return nothing;
 }
 
 /* Read records, each of which holds all columns, to the rows of the same numbers. */
-int64_t egeria_read(const struct batch *of, int64_t count) {
+void egeria_read(struct batch *of) {
     struct stat file;
-    uint64_t map_bytes = of->map_bytes;
-    sigset_t bus_error, before;
-    if (fstat((int)of->descriptor, &file) || !of->map) map_bytes = 0;
-    else if ((uint64_t)file.st_size < map_bytes) map_bytes = (uint64_t)file.st_size;
-    sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS);
-    pthread_sigmask(SIG_UNBLOCK, &bus_error, &before); /* where it is blocked, it kills */
+    sigset_t blocked, before;
+    pthread_t helper;
+    int64_t num_drawn = 0;
+    of->num_drawn = &num_drawn;
+    if (fstat((int)of->descriptor, &file) || !of->map) of->map_bytes = 0;
+    else if ((uint64_t)file.st_size < of->map_bytes) of->map_bytes = (uint64_t)file.st_size;
     handle_bus_errors();
-    const int64_t num_intact = read_all(of, count, map_bytes);
+    sigfillset(&blocked), sigdelset(&blocked, SIGBUS); /* which kills where it is blocked */
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    int is_helped = of->other && __sync_bool_compare_and_swap(&helper_is, FREE, WANTED);
+    if (is_helped) {
+        helped = *of, helped.room += of->room_bytes, helped.context = of->other;
+        if (pthread_create(&helper, NULL, help, NULL)) is_helped = helper_is = FREE;
+    }
+    blocked = before, sigdelset(&blocked, SIGBUS);
+    pthread_sigmask(SIG_SETMASK, &blocked, NULL);
+    read_drawn(of);
+    if (is_helped && __atomic_fetch_add(&helper_is, 1, __ATOMIC_ACQ_REL) == WANTED)
+        pthread_detach(helper);
+    else if (is_helped)
+        pthread_join(helper, NULL), __atomic_store_n(&helper_is, FREE, __ATOMIC_RELEASE);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return num_intact;
 }
 
 /* See SHAPE in native.py. */
-const uint64_t egeria_shape[] = {13, sizeof(struct batch) / sizeof(uint64_t)};
+const uint64_t egeria_shape[] = {14, sizeof(struct batch) / sizeof(uint64_t)};

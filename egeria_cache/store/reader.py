@@ -91,7 +91,7 @@ class Fetched:
         self._view, self._keys, self._entries = view, keys, entries
         self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
-        self.hit, self.num_hits = np.zeros(len(keys), np.bool_), 0
+        self.hit = np.zeros(len(keys), np.bool_)
         self.bare = False
         self.fields: dict[str, Column] = {}
         """Full B rows each; empty if nothing at all was found."""
@@ -115,11 +115,8 @@ class Fetched:
             if native is None
             else self._read_together(native, layout)
         )
-        self.num_hits = int(np.count_nonzero(self.hit))
-        if self.num_hits:
+        if self.hit.any():
             self.fields = dict(zip([one.name for one in layout.fields], columns, strict=True))
-        if self.num_hits == len(self.hit):
-            return
         missing = np.flatnonzero(~self.hit).tolist()
         for column in self.fields.values():
             if isinstance(column, Tensor):
@@ -131,7 +128,7 @@ class Fetched:
         view, fields = self._view, layout.fields
         columns = [_allocate(field, len(self._keys), self._pin_memory) for field in fields]
         pairs = zip(columns, fields, strict=True)
-        num_intact, found = native.read(
+        found = native.read(
             view.environment.map,
             view.files.identity ^ layout.seed,
             [(rows, one.num_bytes, one.elements) for rows, one in pairs],
@@ -143,8 +140,6 @@ class Fetched:
             if one.storage is not None and one.dtype is not None:
                 columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         self.hit = found == INTACT
-        if num_intact == len(found):
-            return columns
         for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
             if found[row] == ABSENT:
                 raise NotInMemoryError

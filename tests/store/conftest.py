@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from egeria_cache.store import native
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.native import SWITCH, Kernel, kernel
 from egeria_cache.store.records.keys import encode_keys
@@ -34,7 +35,11 @@ def store(directory: Path) -> Iterator[ActivationStore]:
 
 @pytest.fixture(autouse=True, params=["", pytest.param("python", marks=pytest.mark.long)])
 def way_to_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run every test with the kernel, and in the long mode without it, too."""
+    """Run every test with the kernel, and in the long mode without it, too; all batches are large,
+    and no core is busy.
+    """
+    monkeypatch.setattr(native, "LARGE_BYTES", 0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     if request.param:
         monkeypatch.setenv(SWITCH, "0")
         kernel.cache_clear()

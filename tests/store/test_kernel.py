@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -25,7 +26,7 @@ from egeria_cache.store import ActivationStore, NotInMemoryError, native
 from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
-from tests.store.conftest import entries_of, keep
+from tests.store.conftest import damage, entries_of, keep
 
 
 @contextmanager
@@ -99,6 +100,30 @@ def test_it_gives_what_python_gives(
             assert found[name].dtype == tensor.dtype
             assert (bits(found[name]) == bits(tensor)).all()
     assert (bits(first[0]["x"][: len(sample_ids)]) == bits(values.flip(0).to(dtype))).all()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("codec", ["raw", "bitmap+split", "zstd", "split+zstd"])
+@pytest.mark.parametrize("stack_bytes", [1 << 20, 1 << 50], ids=["helped", "no thread can start"])
+@pytest.mark.cases(4)
+def test_two_threads_read_a_large_batch_as_one_does(directory, monkeypatch, codec, stack_bytes):
+    ids, rows = np.random.default_rng(0).permutation(400) - 3, some(400, 8000).relu()
+    libc, ours, usual = ctypes.CDLL(None), *map(ctypes.create_string_buffer, (64, 64))
+    libc.pthread_getattr_default_np(usual)
+    libc.pthread_attr_init(ours)
+    libc.pthread_attr_setstacksize(ours, ctypes.c_size_t(stack_bytes))
+    with ActivationStore(directory, codec=codec) as store:
+        keep(store, range(397), rows[:397])
+        damage(store, [2, 393])
+        libc.pthread_setattr_default_np(ours)
+        for large in [0] * 9 + [2**40]:
+            monkeypatch.setattr(native, "LARGE_BYTES", large)
+            store._own()._files.hidden.clear()
+            found, hit = store.get_batch(ids)
+            assert hit.tolist() == [one >= 0 and one not in (2, 393) for one in ids]
+            assert torch.equal(found, rows[ids] * torch.from_numpy(hit)[:, None])
+        libc.pthread_setattr_default_np(usual)
+        assert store.stats().corrupt == 20
 
 
 def bits(tensor: Tensor) -> np.ndarray:
@@ -285,6 +310,7 @@ from egeria_cache.store import ActivationStore
 
 how, directory, codec = sys.argv[1:]
 logging.basicConfig()
+os.getloadavg = lambda: (0, 0, 0)
 if how == "early":
     faulthandler.enable()
 rows = torch.arange(64.0)[:, None] + torch.rand(64, 30_000).round()

@@ -88,18 +88,12 @@ def test_the_error_is_within_the_storages_resolution(storage, bound, shape):
 
 @pytest.mark.parametrize(
     ("rows", "storage"),
-    [
-        (torch.full((2, 3), 1e6), "float16"),
-        (torch.tensor([[float("nan")]]), "int8"),
-        (torch.tensor([[float("inf")]]), "bfloat16"),
-        (torch.arange(6).view(2, 3), "int8"),
-        (torch.ones(2, 3, dtype=torch.bool), "float16"),
-        (torch.ones(2, 3, dtype=torch.bfloat16), "float16"),
-        (torch.ones(2, 3, dtype=torch.complex64), "int8"),
-        (torch.empty(2, 0), "int8"),
-    ],
+    [(torch.full((2, 3), 1e6), "float16"), (torch.tensor([[float("nan")]]), "int8"),
+     (torch.tensor([[float("inf")]]), "bfloat16"), (torch.arange(6).view(2, 3), "int8"),
+     *((torch.ones(2, 3, dtype=one), "float16") for one in (torch.bool, torch.bfloat16)),
+     (torch.ones(2, 3, dtype=torch.complex64), "int8"), (torch.empty(2, 0), "int8")],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_storage_cannot_hold_keeps_every_bit(rows, storage):
     back, used = through(rows, storage)
     assert used is None

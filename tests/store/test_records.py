@@ -30,19 +30,15 @@ def bits_of(tensor):
 
 def decode(key, record, layout):
     opened = open_record(key, record, layout)
-    return {
-        field.name: opened.value(position, CODER)
-        for position, field in enumerate(opened.layout.fields)
-    }
+    return {one.name: opened.value(at, CODER) for at, one in enumerate(opened.layout.fields)}
 
 
 def encode(keys, picked, rows, codec, **options):
     """Key, record and layout of each row."""
     records = encode_rows(keys, picked, rows, codec, CODER, **options)
     layout = Layout.parse(records.layout.packed)
-    return [
-        (key, b"".join(one), layout) for key, one in zip(records.keys, records.pieces, strict=True)
-    ]
+    pairs = zip(records.keys, records.pieces, strict=True)
+    return [(key, b"".join(one), layout) for key, one in pairs]
 
 
 def random_tensor(dtype, shape, seed=0, zeros=False):
@@ -65,19 +61,14 @@ def codec(request, way_to_read):
     return request.param
 
 
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
 @pytest.mark.usefixtures("compiled")
 @given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(list(DTYPES.values())),
-            st.lists(st.integers(0, 9), max_size=4).map(tuple),
-        ),
-        max_size=4,
-    ),
-    st.sampled_from(CODECS),
-    st.integers(0, 99),
-    st.booleans(),
-)
+    st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=4),
+    st.sampled_from(CODECS), st.integers(0, 99), st.booleans(),
+)  # fmt: skip
 @settings(deadline=None, max_examples=80)
 def test_any_set_of_named_tensors_round_trips(fields, codec, seed, zeros):
     batch = {
@@ -106,11 +97,8 @@ def test_any_scalar_or_text_round_trips_with_its_type(value):
 
 
 def sample_record(codec, dtype=torch.float32):
-    batch = {
-        "act": random_tensor(dtype, (1, 300), zeros=True),
-        "label": torch.tensor([3]),
-        "text": ["hello"],
-    }
+    act = random_tensor(dtype, (1, 300), zeros=True)
+    batch = {"act": act, "label": torch.tensor([3]), "text": ["hello"]}
     (encoded,) = encode(encode_keys([5]), [0], Rows(False, batch), codec)
     return encoded
 

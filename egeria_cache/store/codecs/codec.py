@@ -135,9 +135,7 @@ class Coder:
         problem: object = "another size"
         try:  # what the frame says is what would be allocated
             if zstandard.frame_content_size(stored) == num_bytes:
-                whole = self._decompressor.decompress(stored, allow_extra_data=False)
-                if len(whole) == num_bytes:
-                    return whole
+                return self._decompressor.decompress(stored, allow_extra_data=False)
         except (zstandard.ZstdError, ValueError) as error:
             problem = error
         raise CodecError(f"not what was promised: {problem}")

@@ -165,11 +165,6 @@ class GenerationFiles:
         with self._environment.transaction() as transaction:
             yield View(self, self._environment, transaction)
 
-    def locate(self, keys: Sequence[bytes]) -> Entries:
-        """Return where records are, shape (B,). Raises as `reading`."""
-        with self.reading() as view:
-            return view.locate(keys)
-
     def store(
         self,
         records: Encoded,

@@ -79,9 +79,7 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
 
 def each_variant(variant: Variants, count: int) -> list[int]:
     """Return the variants of so many samples."""
-    if isinstance(variant, int):
-        return [variant] * count
-    found: list[int] = np.broadcast_to(variant, count).tolist()
+    found: list[int] = np.full(count, variant).tolist()
     return found
 
 
