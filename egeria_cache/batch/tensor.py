@@ -196,7 +196,9 @@ class BatchTensor(Tensor):
                 result = NotImplemented  # an error of the operation's own comes again, below
             if result is not NotImplemented:
                 return result
-            leaf = next((arg.leaf for arg in args if isinstance(arg, BatchTensor)), "")
+            leaf = next((f"the leaf {a.leaf!r}" for a in args if isinstance(a, BatchTensor)), "")
+            if not leaf and len({one.batch for one in batch_tensors(args)}) > 1:
+                leaf = "batches that are joined; call the model with each"
             first = args[0] if args else None
             if isinstance(first, BatchTensor) and _is_in_place(func):
                 source = first._source
@@ -359,8 +361,7 @@ def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
     parts = result if isinstance(result, tuple | list) else (result,)
     if _seen("lost") is None and any(isinstance(part, Tensor) for part in parts):
         name = getattr(func, "__name__", str(func))
-        of = f"of the leaf {leaf!r}" if leaf else "of the batch"
-        _LOCAL.lost = f"the rows were lost in {name!r} {of}"
+        _LOCAL.lost = f"the rows were lost in {name!r} of {leaf or 'the batch'}"
 
 
 def forget_lost(constants: Mapping[str, Any] = MappingProxyType({}), size: int = 0) -> None:

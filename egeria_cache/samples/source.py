@@ -427,13 +427,15 @@ class LoaderSource:
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):
-            each = again.shape[0] if again.dim() else 0
-            if each > 1 and once.shape[:1] == (each * batch.size,):
+            each, num = again.shape[0] if again.dim() else 0, once.shape[0] if once.dim() else 0
+            counted = f"leaf {path or 'of the batch'!r} has {num} rows for {batch.size} samples; "
+            if each > 1 and num == each * batch.size:
                 return (
-                    f"leaf {path or 'of the batch'!r} has {len(once)} rows for {batch.size} "
-                    f"samples; collate it to the shape ({batch.size}, {each}, ...), and let the "
+                    f"{counted}collate it to the shape ({batch.size}, {each}, ...), and let the "
                     "model take the two dimensions together (`flatten(0, 1)`)"
                 )
+            if 0 < num < batch.size:
+                return f"{counted}leave samples out by the sampler, and not in the collate_fn"
             there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
             how = f", of shape {there} there and {here} alone" if there != here else ""
         return (

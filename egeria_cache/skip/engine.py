@@ -826,7 +826,7 @@ class SkipEngine:
     def _entered_at(self, model: nn.Module, method: str, *given: Any) -> None:
         """The loop calls this method of the model, or of a part of it: stand there instead.
 
-        What a part was given passes us by: its front is taken into inference mode all the same.
+        What it was `given` now passes us by: the front is taken into inference mode all the same.
         """
         is_part = model is not self.model
         if self._attached is None or (is_part and self._auto is None):
@@ -838,10 +838,11 @@ class SkipEngine:
             self.model, self._held = model, FrozenPrefix(model=model)
         self._method = method
         self.attach()
-        if self._auto is not None and given:
+        if self._auto is not None:
             self.follow(self._auto.found)
             self._auto.follow(self._forward, *given)
             self._look()
+        if not self.host.is_refused():
             self._hold(Invocation.of(*given))
 
     def _traced(self) -> None:

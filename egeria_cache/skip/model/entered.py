@@ -76,7 +76,7 @@ class Scout:
     Args:
         model: The model.
         found: Is told once what was called: the model, or a part of it, the name of its method, and
-            what a part is called with.
+            what that is called with.
     """
 
     def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
@@ -105,10 +105,10 @@ class Scout:
             return
         with Attempt():
             frames = list(_frames_of(self._model))
-            method = next((name for name in map(_method_given_a_batch, frames) if name), None)
-            if method is not None:
+            found = next((one for one in map(_method_given_a_batch, frames) if one), None)
+            if found is not None:
                 self.close()
-                self._found(self._model, method)
+                self._found(self._model, *found)
             elif not any(frame.f_code.co_name == "forward" for frame in frames):
                 self.close()
                 self._found(part, "forward", args, kwargs)
@@ -139,11 +139,12 @@ def _frames_of(model: nn.Module) -> Iterator[FrameType]:
     yield from reversed(found)
 
 
-def _method_given_a_batch(frame: FrameType) -> str | None:
+def _method_given_a_batch(frame: FrameType) -> tuple[str, tuple[()], dict[str, Any]] | None:
     code = frame.f_code
     names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-    given = _have_batch(frame.f_locals.get(name) for name in names)
-    return code.co_name if given and code.co_name != "forward" else None
+    given = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    is_way_in = _have_batch(given.values()) and code.co_name != "forward"
+    return (code.co_name, (), given) if is_way_in else None
 
 
 def _have_batch(values: Iterable[Any]) -> bool:
