@@ -57,7 +57,7 @@ MUTATIONS = {
         caught_by="tests/hostile/test_prefix_tensors.py",
     ),
     "a module may become of another class": Mutation(
-        file="egeria_cache/skip/state/watch.py",
+        file="egeria_cache/skip/state/guards.py",
         old="                and list(map(type, self._classed)) == self._kinds\n",
         new="",
         caught_by="tests/hostile/test_prefix.py",

@@ -3,19 +3,16 @@
 Owns nothing that lives longer than a batch: no thread, no file, no global. It never loads a sample
 and never reads an activation; whoever made the batch gave it a way to do so.
 
-`batch.py` is a batch and its parts, and what they held; `tensor.py` holds the tensors that know
-their samples and `absent.py` those that were not loaded, `chain.py` the operations that they
-record, `trial.py` which those are, `selection.py` the operations that take rows; `structure.py`
-takes a batch apart into leaves with a row per sample, `padding.py` says how they were padded,
-`seeds.py` names samples.
+`batch.py` is a batch and its parts, taken apart into leaves with a row per sample, and what they
+held; `tensor.py` holds the tensors that know their samples, loaded or not, `chain.py` the
+operations that they record, `trial.py` which those are, `selection.py` the operations that take
+rows; `padding.py` says how they were padded, `seeds.py` names samples.
 """
 
-from egeria_cache.batch.absent import AbsentTensor, without_data
-from egeria_cache.batch.batch import Batch, Entry, PartEntry
-from egeria_cache.batch.chain import Fold
-from egeria_cache.batch.padding import Axis, Lengths, Padding
-from egeria_cache.batch.seeds import SampleId, sample_seed
-from egeria_cache.batch.structure import (
+from egeria_cache.batch.batch import (
+    Batch,
+    Entry,
+    PartEntry,
     Rows,
     Structure,
     at_rows,
@@ -32,7 +29,18 @@ from egeria_cache.batch.structure import (
     row_meta,
     take_rows,
 )
-from egeria_cache.batch.tensor import BatchTensor, batch_tensors, forget_lost, lost_by, unwrap
+from egeria_cache.batch.chain import Fold
+from egeria_cache.batch.padding import Axis, Lengths, Padding
+from egeria_cache.batch.seeds import SampleId, sample_seed
+from egeria_cache.batch.tensor import (
+    AbsentTensor,
+    BatchTensor,
+    batch_tensors,
+    forget_lost,
+    lost_by,
+    unwrap,
+    without_data,
+)
 
 __all__ = [
     "AbsentTensor",

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from egeria_cache.batch.batch import SMALL_BYTES, content_print
-from egeria_cache.batch.structure import is_dense
+from egeria_cache.batch.batch import SMALL_BYTES, content_print, is_dense
 from egeria_cache.device import moved_to, uploaded
 
 _KEEPS_VALUES = {

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.batch.batch import is_dense
 from egeria_cache.batch.chain import (
     PLAIN,
     ROWS,
@@ -32,7 +33,6 @@ from egeria_cache.batch.chain import (
     name_of,
     text_of,
 )  # fmt: skip
-from egeria_cache.batch.structure import is_dense
 from egeria_cache.device import random_states, set_random_states
 from egeria_cache.threads import in_turns, without_modes
 

@@ -4,8 +4,7 @@ Owns numbers alone: no thread, no file, no clock. It never touches a model or a 
 what things took, and answers where to cut and whether to go on.
 """
 
-from egeria_cache.gate.counters import CacheStats, Counters
-from egeria_cache.gate.policy import ServingPolicy, choose
-from egeria_cache.gate.steps import Kind
+from egeria_cache.gate.policy import Counters, Kind, ServingPolicy, choose
+from egeria_cache.gate.stats import CacheStats
 
 __all__ = ["CacheStats", "Counters", "Kind", "ServingPolicy", "choose"]

@@ -1,52 +1,250 @@
-"""Whether a loader is served and from which cut: decided by whole steps.
+"""Whether a loader is served and from which cut: decided by whole steps, which are counted here.
 
-Pure: it is told what happened, and answers where something should change. What is measured, and why
-whole steps have the last word: part J of docs/architecture.md.
+A step is taken from one request for a batch to the next: waiting, forward, backward and optimizer
+together, so that it holds on a device that runs behind the host, and whatever the dataset costs.
+With it goes all that the cache itself does in its course: proofs, captures, audits. What is told
+of steps is taken down by `Counters`, timed by a `StepTimer` for each loader and boundary, and
+decided upon by the `ServingPolicy`. Why whole steps have the last word: part J of
+docs/architecture.md.
+
+A batch of misses costs more than it would without a cache, since it is captured and written. So a
+few batches that could be served are computed all the same, ever fewer of them: the controls. Their
+results are what would have been served. They come in twos, for a step that is computed after served
+ones finds neither its memory nor its code warm: the second counts.
+
+Most batches of random samples are mixed for ever: some of their draws are new. Where at least half
+of a batch is read, it counts as served, with all that its misses took.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import math
 import os
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from statistics import median_low
+from typing import Any, Literal
+
+import numpy as np
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.gate.schedule import Schedule
-from egeria_cache.gate.steps import Kind, StepTimer
+from egeria_cache.gate.stats import CacheStats
 from egeria_cache.skip import Step
 
+log = logging.getLogger("egeria")
+_CLOSED = (
+    "the cache is closed, and its loader goes on without it: train inside `with "
+    "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
+)
+MAX_UNSEEN = 3
+"""Batches that may be yielded without the model having been called, before that is said."""
 _MIN_GAIN = 0.05
 """Part of the prefix that another cut must save more: below it, noise decides."""
 _READ_S, _READ_S_PER_BYTE = 20e-6, 0.5e-9
 """What it costs to look a sample up, and to decode and copy a byte of its activation."""
+Kind = Literal["served", "computed", "captured", "partial"]
+"""Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
+that, with some rows that were read."""
+_COMPUTED: tuple[Kind, ...] = ("computed", "captured")
+_NUM_WARM = 3
+"""Steps that warm up what the others find warm; they count for what their proofs took alone."""
+_RECENT = 64
+_MIN_SERVED = 16
+_FIRST_CONTROL = 16
+_NUM_ASKED = 4
+"""Controls before serving is given up: what was computed long ago had a machine that was less busy,
+perhaps."""
+_BETWEEN_VERDICTS = 8
+"""Served batches; a verdict takes longer than any other part of the gate."""
+_OUTLIER = 8.0
+"""Steps of more than so many typical ones count as that many: someone saved a checkpoint."""
 
 
-def choose(profile: Sequence[Step], overlap: float) -> Step | None:
-    """Choose where to cut among the modules that returned before the frozen boundary did.
+class Counters:
+    """Keeps one cache's counts. Used from the training thread."""
 
-    Skipping saves the forward of the prefix, and costs the reading of what is stored in its place.
-    An early activation may be five times the input and a later one one and a half, so the last
-    frozen module is not always the best.
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.counts = CacheStats()
+        self.num_calls = 0
+        """Of the model."""
+        self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
+        """Batches that were given out last, and the model was not called yet."""
+        self._num_unseen = 0
+        self._stepped: deque[bool] = deque(maxlen=1)
+        """Not empty if an optimizer has stepped since: this is no pass for statistics."""
+        self._steps: RemovableHandle | None = None
+        self._told_unseen = ""
+        self._next_look = 16
 
-    Args:
-        profile: `Cut.profile`, in execution order; the last one is the frozen boundary.
-        overlap: Part of the reading that runs while the model computes, in [0, 1].
+    def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
+        """Note what a batch consists of: yielded without hits, or served with some."""
+        num_hits = 0 if hit is None else int(np.count_nonzero(hit))
+        self.counts.hits += num_hits
+        self.counts.misses += num_samples - num_hits
+        self.counts.random_samples += num_samples if is_random else 0
+        self.counts.fresh_samples += num_samples - num_hits if is_random else 0
+        self.counts.hit_batches += num_hits == num_samples
+        self.counts.miss_batches += num_hits == 0
+        self.counts.partial_batches += 0 < num_hits < num_samples
 
-    Returns:
-        None where no cut saves enough.
-    """
+    def yielded(self, batch: Any) -> None:
+        """Note that a batch was yielded which the model should see, if something is trained.
 
-    def saving(step: Step) -> float:
-        read_s = _READ_S + step.row_bytes * _READ_S_PER_BYTE
-        return step.seconds_per_sample - (1 - overlap) * read_s
+        Others are for an average of it, or to be looked at: no optimizer steps between them.
+        Trainers collect batches before they use any: what counts is those that are gone.
+        """
+        self._given.append(weakref.ref(batch))
+        if len(self._given) == 2 and self._steps is None:
+            stepped = self._stepped  # and not `self`: the hook is the process's
+            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
+            weakref.finalize(self, self._steps.remove)
+        if len(self._given) < MAX_UNSEEN:
+            return
+        self._num_unseen += 1
+        if self._num_unseen == self._next_look:  # a cycle's parts are there until it is looked for
+            self._next_look *= 2
+            gc.collect()
+        num_gone = sum(one() is None for one in self._given)
+        if num_gone >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
+            self.counts.why_not = self._told_unseen = (
+                f"{num_gone} batches were yielded and the model was not called with any of them, "
+                "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
+                "cache of that part. Is the whole model compiled? Compile its blocks instead "
+                "(block.compile()), and give it the loader's batches as they come"
+            )
+            log.warning(self.counts.why_not)
 
-    possible = [step for step in profile if step.row_bytes > 0]
-    if not possible:
-        return None
-    least, last = _MIN_GAIN * profile[-1].seconds_per_sample, profile[-1]
-    best = max(possible, key=saving)
-    if last in possible and saving(best) - saving(last) <= least:
-        best = last
-    return best if saving(best) > least else None
+    def yielded_closed(self) -> None:
+        """Note that a batch was yielded after the cache was closed."""
+        if self.counts.why_not != _CLOSED:
+            self.counts.why_not = _CLOSED
+            log.warning(_CLOSED)
+
+    def model_called(self) -> None:
+        """Note that the model was called with a batch."""
+        self.num_calls += 1
+        self._given.clear()
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+            self._stepped.clear()
+        if self._told_unseen and self.counts.why_not == self._told_unseen:
+            self.counts.why_not = None
+
+
+class StepTimer:
+    """Costs per sample of one loader's steps under one boundary. Pure; seconds."""
+
+    def __init__(self) -> None:
+        """Start without experience."""
+        self._recent: dict[Kind, deque[float]] = {}
+        self._computed_s = 0.0
+        """Of a sample. A miss takes no less than a control: the lower of the two medians, for both
+        are of few steps, of two the lower."""
+        self._warm: list[float] = []
+        """What the first steps took, of a sample."""
+        self._was_computed = True
+        """The last step."""
+        self._num_planned = self.num_served = self._num_asked = self._sure_until = 0
+        self._num_samples = self._spent_s = 0.0
+        """Of steps with hits; and what was proved beside in the others."""
+        self._num_captured = 0.0
+        """Samples."""
+        self._earlier_s = 0.0
+        """Saved before all was measured anew."""
+
+    def step(self, kind: Kind, seconds: float, num_samples: float, *, proof_s: float = 0.0) -> None:
+        """Note a whole step.
+
+        Args:
+            kind: What became of its batch.
+            seconds: How long it took.
+            num_samples: In the batch.
+            proof_s: Part of the seconds that went into proofs and storing: none of it is what a
+                computed step costs.
+        """
+        is_computed = kind in _COMPUTED
+        is_warm = self._was_computed or not is_computed
+        self._was_computed = is_computed
+        if len(self._warm) < _NUM_WARM:
+            self._warm.append(max(seconds - proof_s, 0.0) / num_samples)
+            self._spent_s += proof_s
+            return
+        proof_s = proof_s if is_computed else 0.0  # what serves is paid for by what is served
+        per_sample = max(seconds - proof_s, 0.0) / num_samples
+        if is_warm:
+            self._recent.setdefault(kind, deque(maxlen=_RECENT)).append(per_sample)
+        self.num_served += kind == "served"
+        if is_computed:
+            self._spent_s += proof_s
+            self._num_captured += num_samples * (kind == "captured")
+            if is_warm:
+                known = filter(None, map(self._recent.get, _COMPUTED))
+                self._computed_s = min(map(median_low, known))
+            return
+        if self._computed_s:
+            per_sample = min(per_sample, _OUTLIER * self._computed_s)
+        self._num_samples += num_samples
+        self._spent_s += per_sample * num_samples
+
+    def wants_control(self) -> bool:
+        """Whether the batch that is planned now, and would be served, should be computed."""
+        self._num_planned += 1
+        if self._num_asked:
+            self._num_asked -= 1
+            return True
+        first = self._num_planned & ~1  # the 16th and the next, the 64th and the next, ...
+        return first >= _FIRST_CONTROL and first.bit_count() == first.bit_length() % 2 == 1
+
+    @property
+    def saved_s(self) -> float:
+        """What steps with hits would have taken if they had been computed, less what they took, and
+        less what was proved and stored in the others.
+
+        Where all samples were read by then, the first steps tell what a computed one takes.
+        """
+        credited_s = self._computed_s or min(self._warm, default=0.0)
+        captured_s = median_low(self._recent.get("captured", (credited_s,)))
+        stored_s = (captured_s - credited_s) * self._num_captured
+        return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
+
+    def measures_anew(self) -> bool:
+        """Whether a verdict against serving is not followed yet, for all is measured anew, side by
+        side; the next verdict is.
+        """
+        if self.num_served <= self._sure_until:
+            return False
+        self._sure_until, self._num_asked = self.num_served + _RECENT, _NUM_ASKED
+        self._earlier_s, self._warm = self.saved_s, [self._computed_s] * _NUM_WARM
+        self._recent.clear()
+        self._computed_s = self._num_samples = self._spent_s = self._num_captured = 0.0
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many were served since the last verdict that it may be another one."""
+        return self.num_served % _BETWEEN_VERDICTS == 0
+
+    @property
+    def verdict(self) -> tuple[bool, str]:
+        """Whether to go on skipping, and why: unless more than an error dearer than computing."""
+        served = np.array(self._recent.get("served", ()))
+        if len(served) < _MIN_SERVED or not self._computed_s:
+            return True, "until there is enough to compare"
+        served = np.minimum(served, _OUTLIER * np.median(served))
+        per_sample = float(served.mean())
+        text = (
+            f"{per_sample * 1e6:,.0f} us a sample from the cache, "
+            f"{self._computed_s * 1e6:,.0f} computed"
+        )
+        error = float(served.std(ddof=1)) / math.sqrt(len(served))
+        return per_sample - error < self._computed_s, text
 
 
 class ServingPolicy:
@@ -208,3 +406,32 @@ class ServingPolicy:
     def saved_s(self) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost."""
         return sum(timer.saved_s for timer in self._timers.values()) - self.beside_s
+
+
+def choose(profile: Sequence[Step], overlap: float) -> Step | None:
+    """Choose where to cut among the modules that returned before the frozen boundary did.
+
+    Skipping saves the forward of the prefix, and costs the reading of what is stored in its place.
+    An early activation may be five times the input and a later one one and a half, so the last
+    frozen module is not always the best.
+
+    Args:
+        profile: `Cut.profile`, in execution order; the last one is the frozen boundary.
+        overlap: Part of the reading that runs while the model computes, in [0, 1].
+
+    Returns:
+        None where no cut saves enough.
+    """
+
+    def saving(step: Step) -> float:
+        read_s = _READ_S + step.row_bytes * _READ_S_PER_BYTE
+        return step.seconds_per_sample - (1 - overlap) * read_s
+
+    possible = [step for step in profile if step.row_bytes > 0]
+    if not possible:
+        return None
+    least, last = _MIN_GAIN * profile[-1].seconds_per_sample, profile[-1]
+    best = max(possible, key=saving)
+    if last in possible and saving(best) - saving(last) <= least:
+        best = last
+    return best if saving(best) > least else None

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from egeria_cache.batch import trial
-from egeria_cache.batch.absent import without_data
 from egeria_cache.batch.batch import Batch
-from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap
+from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap, without_data
 
 RAW = torch.arange(24, dtype=torch.float32).view(4, 3, 2) + 1
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.batch.structure import flatten, is_faithful, is_rows, merge_rows, take_rows
+from egeria_cache.batch.batch import flatten, is_faithful, is_rows, merge_rows, take_rows
 
 Pair = namedtuple("Pair", "left right")
 

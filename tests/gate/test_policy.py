@@ -9,7 +9,7 @@ from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate import ServingPolicy, policy
-from egeria_cache.gate.steps import StepTimer
+from egeria_cache.gate.policy import StepTimer
 from egeria_cache.skip.serve.cut import Step
 from tests.helpers.nets import Images, Net, freeze, sgd, train_steps
 from tests.helpers.runs import cached, run

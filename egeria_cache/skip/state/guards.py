@@ -2,16 +2,19 @@
 
 Compared on every batch, for each parameter and buffer: is it in the same memory, with the same
 version counter, frozen as it was, and are a few of its elements what they were (a write through
-`p.data` moves no counter)? And for each module: is all of its Python state the same (`watch.py`)?
-What differs is compared by content before it counts: weights that were loaded again, or swapped out
-and back, are the same weights.
+`p.data` moves no counter)? And for each module: is all of its Python state the same? That was laid
+out as one flat list (`watch.py`): as long as nothing changed, comparing it is a walk in C, 20 ns a
+value. What differs is compared by content before it counts: weights that were loaded again, or
+swapped out and back, are the same weights.
 """
 
 from __future__ import annotations
 
+import marshal
 import time
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from itertools import chain, zip_longest
+from operator import attrgetter, contains, itemgetter, methodcaller
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +23,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from egeria_cache.attempt import is_beside
 from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.pystate import Code, tensor_digest
-from egeria_cache.skip.state.watch import StateWatch
+from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, global_hooks, hooks_of
+from egeria_cache.skip.state.watch import NOTHING, TABLES, Layout, is_alike, values_of
 
 SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
 """Perhaps some batches ago: what was stored since is of neither state."""
@@ -151,6 +156,172 @@ def _slots(owner: nn.Module | None, tensor: Tensor) -> list[tuple[dict[str, Any]
         return []
     slots: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
     return [(slot, key) for slot in slots for key, value in slot.items() if value is tensor]
+
+
+_PLAINLY = 2
+"""The version of `marshal` in which bytes tell nothing of who else holds a value."""
+_END = (NOTHING,)
+"""Stands before a container: what moved out of it into the one before is noticed."""
+_MOOT: dict[str, Any] = {
+    "training": nn.Module,  # held modules are put back, whoever set it
+    "_is_full_backward_hook": nn.Module,
+    "p": nn.modules.dropout._DropoutNd,
+    "momentum": nn.modules.batchnorm._NormBase,
+}
+"""What decides nothing in inference mode, in which skipped modules are, if it is PyTorch's code
+alone that reads it: schedules go through all of a model.
+"""
+_get, _call = itemgetter.__call__, methodcaller("__call__")
+
+
+class StateWatch:
+    """Remembers the Python state around a prefix as it is now, and says what changed.
+
+    Args:
+        modules: (name, module) of the skipped modules: everything about them is watched.
+        around: (name, module, names): of code that surrounds the boundary only what was seen to be
+            read before it returned, be it an attribute, a child, or of the class.
+        code: The functions that they run.
+        objects: By id of an object that modules hold (a configuration): the attributes of it that
+            are read, where that is known. The others decide nothing.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
+        code: Code | None = None,
+        objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
+        self._modules, self._around = list(modules), list(around)
+        self._objects = objects
+        self._code = code or Code()
+        self.rebound = False
+        """Whether objects were replaced by equal ones since this was last set to False."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the present state as the one to keep."""
+        layout = Layout(self._modules, self._around, self._code, self._objects)
+        self.has_hooks = bool(hooks_of(module for _, module in self._modules))
+        self._layout = layout
+        # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
+        self._held = [list(values_of(container)) for _, container in layout.live]
+        self._empty = [container for _, container in layout.live if not container]
+        self._empty += (hooks for hooks in GLOBAL_HOOKS if not hooks)
+        self._watched = [module for _, module in self._modules]
+        layers = {id(vars(module)) for module in self._watched if _is_a(nn.Module, module)}
+        full = [container for _, container in layout.live if container]
+        full.sort(key=lambda container: id(container) not in layers)
+        settings = chain.from_iterable(each for each in full if id(each) in layers)
+        loose = [False, *(key not in self._code.names for key in settings)]
+        self._iterables = [part for each in full for part in _apart(each)]
+        self._seen = [look() for _, look in layout.looks]
+        has_global = any(GLOBAL_HOOKS)
+        self._looks = [look for _, look in layout.looks if has_global or look is not global_hooks]
+        self._named = [look() for _, look in layout.named]
+        places = layout.places.values()
+        self._places = [place for place, _ in places]
+        self._sizes = list(map(len, self._places))
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places if keys]
+        self._found = [place for place, keys in places if keys]
+        self._values = self._look()
+        both = enumerate(zip_longest(self._values, loose))
+        self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
+        # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
+        self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
+        self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
+        self._kinds = list(map(type, self._classed))
+        self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
+
+    def _moot(self) -> set[tuple[int, str]]:
+        """Return what decides nothing: (id of a held module's attributes, key)."""
+        names = self._code.names
+        return {
+            (id(vars(module)), key)
+            for module in self._watched
+            if id(module) not in self._code.others
+            for key, kind in _MOOT.items()
+            if kind is nn.Module or (_is_a(kind, module) and key not in names)
+        }
+
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of those found inside attributes, containers and objects."""
+        return self._layout.tensors
+
+    def _look(self) -> list[Any]:
+        """Return all that is there now: it begins with a number."""
+        standing = map(_get, self._getters, self._found)
+        seen = map(_call, self._looks)
+        return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
+
+    def changed(self) -> str | None:
+        """Name what changed; values that are equal again count as unchanged. None if nothing."""
+        try:
+            values = self._look()
+            if (
+                not any(self._empty)
+                and not any(map(contains, *self._absent))
+                and values == self._values
+                and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
+                and list(map(len, self._places)) == self._sizes
+                and list(map(type, self._classed)) == self._kinds
+            ):
+                return None
+        except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
+            if not is_beside(error):
+                raise
+        return self._explain()
+
+    def _explain(self) -> str | None:
+        """Compare value by value, by content; take over what is only another object."""
+        moot = self._moot()
+        for (where, container), held in zip(self._layout.live, self._held, strict=True):
+            keys = list(container) if isinstance(container, TABLES) else []
+            found = zip_longest(keys, list(values_of(container)), held, fillvalue=NOTHING)
+            for key, now, then in found:
+                if not (now is then or (id(container), key) in moot or is_alike(now, then)):
+                    return f"{_quoted(_path(where, key))} changed"
+        looks = chain(self._layout.looks, self._layout.named)
+        for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
+            now = look()
+            if now is not seen and not is_alike(now, seen):
+                return f"{_quoted(where)} changed"
+        if list(map(type, self._classed)) != self._kinds:
+            return "a module of the prefix has another class"
+        self.renew()
+        self.rebound = True
+        return None
+
+
+def _apart(container: Any) -> list[Any]:
+    """Return what it holds, apart from what stands before if something can be put first."""
+    values = values_of(container)
+    is_named = isinstance(container, dict) and not isinstance(next(iter(values)), nn.Module)
+    return [values] if is_named else [_END, values]
+
+
+def _is_number(value: Any, is_loose: bool | None) -> bool:
+    """Whether it is a number, or a tuple of some; of those of PyTorch's own layers, which take 1
+    for True, if it may be 0.0 or -0.0.
+    """
+    if type(value) is tuple:
+        return all(_is_number(one, is_loose) for one in value)
+    return type(value) in ((float, complex) if is_loose else (bool, int, float, complex))
+
+
+def _is_a(kind: type, module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch's own, of that kind."""
+    return isinstance(module, kind) and type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _path(where: str, key: Any) -> str:
+    return where if key is NOTHING else f"{where}.{key}" if where else str(key)
+
+
+def _quoted(where: str) -> str:
+    return where if " " in where else repr(where)
 
 
 _SAMPLED = 16

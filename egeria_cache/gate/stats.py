@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import weakref
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.tables import as_text, size
-
-log = logging.getLogger("egeria")
-_CLOSED = (
-    "the cache is closed, and its loader goes on without it: train inside `with "
-    "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
-)
-MAX_UNSEEN = 3
-"""Batches that may be yielded without the model having been called, before that is said."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,76 +122,3 @@ class CacheStats:
             "not cached because": self.why_not or "",
         }
         return {name: value for name, value in lines.items() if value}
-
-
-class Counters:
-    """Keeps one cache's counts. Used from the training thread."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.counts = CacheStats()
-        self.num_calls = 0
-        """Of the model."""
-        self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
-        """Batches that were given out last, and the model was not called yet."""
-        self._num_unseen = 0
-        self._stepped: deque[bool] = deque(maxlen=1)
-        """Not empty if an optimizer has stepped since: this is no pass for statistics."""
-        self._steps: RemovableHandle | None = None
-        self._told_unseen = ""
-        self._next_look = 16
-
-    def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
-        """Note what a batch consists of: yielded without hits, or served with some."""
-        num_hits = 0 if hit is None else int(np.count_nonzero(hit))
-        self.counts.hits += num_hits
-        self.counts.misses += num_samples - num_hits
-        self.counts.random_samples += num_samples if is_random else 0
-        self.counts.fresh_samples += num_samples - num_hits if is_random else 0
-        self.counts.hit_batches += num_hits == num_samples
-        self.counts.miss_batches += num_hits == 0
-        self.counts.partial_batches += 0 < num_hits < num_samples
-
-    def yielded(self, batch: Any) -> None:
-        """Note that a batch was yielded which the model should see, if something is trained.
-
-        Others are for an average of it, or to be looked at: no optimizer steps between them.
-        Trainers collect batches before they use any: what counts is those that are gone.
-        """
-        self._given.append(weakref.ref(batch))
-        if len(self._given) == 2 and self._steps is None:
-            stepped = self._stepped  # and not `self`: the hook is the process's
-            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
-            weakref.finalize(self, self._steps.remove)
-        if len(self._given) < MAX_UNSEEN:
-            return
-        self._num_unseen += 1
-        if self._num_unseen == self._next_look:  # a cycle's parts are there until it is looked for
-            self._next_look *= 2
-            gc.collect()
-        num_gone = sum(one() is None for one in self._given)
-        if num_gone >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
-            self.counts.why_not = self._told_unseen = (
-                f"{num_gone} batches were yielded and the model was not called with any of them, "
-                "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
-                "cache of that part. Is the whole model compiled? Compile its blocks instead "
-                "(block.compile()), and give it the loader's batches as they come"
-            )
-            log.warning(self.counts.why_not)
-
-    def yielded_closed(self) -> None:
-        """Note that a batch was yielded after the cache was closed."""
-        if self.counts.why_not != _CLOSED:
-            self.counts.why_not = _CLOSED
-            log.warning(_CLOSED)
-
-    def model_called(self) -> None:
-        """Note that the model was called with a batch."""
-        self.num_calls += 1
-        self._given.clear()
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
-            self._stepped.clear()
-        if self._told_unseen and self.counts.why_not == self._told_unseen:
-            self.counts.why_not = None
