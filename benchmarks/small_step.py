@@ -36,7 +36,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from benchmarks.harness import environment, in_turns, parser, publish
 from benchmarks.models import CifarResNet
 from egeria_cache import ActivationCache, EgeriaLoader, batch, prefetch
-from egeria_cache.cache import engine_callbacks, loader_api
+from egeria_cache.cache import loader_api
+from egeria_cache.gate import policy
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import call, placeholder, replay
@@ -58,7 +59,7 @@ NAMED = (
     ("DataLoader's own iterator", _SingleProcessDataLoaderIter, "_next_data"),
     ("handing reads in", prefetch.Prefetcher, "start"),
     ("waiting for reads", prefetch.PlannedEntry, "ready"),
-    ("reading", prefetch.Prefetcher, "read"),
+    ("reading", prefetch.Prefetcher, "read_now"),
     ("putting the batch together", assembly.Assembly, "assemble"),
     ("putting the batch together", assembly.Assembly, "_batch"),
     ("tagged tensors", assembly, "without_data"),
@@ -69,9 +70,8 @@ NAMED = (
     ("taking the call apart", call.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
     ("finding the recipe", PlanCache, "find"),
-    ("choosing what to audit", engine_callbacks.EngineCallbacks, "audited"),
     (AUDITS, engine.SkipEngine, "_recomputed"),
-    ("counting", engine_callbacks.EngineCallbacks, "note"),
+    ("counting", policy.Counters, "batch"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
     ("what a replay may have to undo", ReplayPlan, "save_buffers"),
     ("skipped modules' calls", replay.ReplayRun, "__call__"),

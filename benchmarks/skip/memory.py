@@ -47,8 +47,15 @@ class MemoryHost:
     def entry_at(self, batch: Batch, cut: object) -> None:
         """Every batch is planned for one cut."""
 
+    def called(self) -> None:
+        """Nothing is counted."""
+
     def audited(self, batch: Batch, entry: object) -> None:
         """Audit nothing."""
+
+    def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Not called: nothing is audited."""
+        return True
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: object) -> bool:
         """Not called: nothing is audited."""

@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -137,9 +137,16 @@ class Batch:
 
     def _hold(self, leaves: Mapping[str, Rows]) -> None:
         for path, rows in leaves.items():
-            self.leaves[path], vouched = held(rows) if self.may_be_stored else (rows, None)
-            if vouched is not None:
-                self._vouched[path] = vouched
+            self.leaves[path] = rows
+            if not self.may_be_stored:
+                continue
+            if type(rows) in (list, tuple):
+                self.leaves[path] = type(rows)(rows)
+            elif isinstance(rows, Tensor) and is_dense(rows):
+                if rows.nbytes > SMALL_BYTES:
+                    self._vouched[path] = Vouched(rows)
+                else:
+                    self.leaves[path] = rows.detach().clone()
 
     @property
     def entry(self) -> Entry | None:
@@ -340,18 +347,6 @@ def content_print(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(flat.data)
 
 
-def held(rows: Rows) -> tuple[Rows, Vouched | None]:
-    """Return what to keep of a leaf: a copy of its own, or the leaf and how to vouch for it."""
-    if type(rows) in (list, tuple):
-        return type(rows)(rows), None
-    if not is_dense(rows):
-        return rows, None
-    assert isinstance(rows, Tensor)
-    if rows.nbytes <= SMALL_BYTES:
-        return rows.detach().clone(), None
-    return rows, Vouched(rows)
-
-
 def is_rows(leaf: Leaf, batch_size: int) -> bool:
     """Whether `leaf` holds one row or one plain value per sample."""
     if isinstance(leaf, Tensor):
@@ -441,7 +436,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
     around = (*around, id(node))
     if kind in (list, tuple):
         items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
-        return lambda values: kind([item(values) for item in items])
+        return lambda values: kind(map(methodcaller("__call__", values), items))
     if isinstance(node, dict):
         parts = {k: _walk(v, f"{path}[{k!r}]", walk, around) for k, v in node.items()}
         if kind is dict:

@@ -43,8 +43,6 @@ class Status:
     together: dict[str, str] = field(default_factory=dict)
     """Loaders in whose batches not every leaf is the samples' own, and why."""
     is_closed: bool = False
-    is_compiled: bool = False
-    """Whether the model was last called as code that was compiled whole: it is served nothing."""
     since: float = field(default_factory=time.time)
     """When the cache was made, in seconds since the epoch."""
     process: int = field(default_factory=os.getpid)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from egeria_cache.batch import Batch, Entry, SampleId, take_rows
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
+from egeria_cache.gate import AuditPlan
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
     DEFAULT_REUSE,
@@ -38,60 +37,9 @@ _MAX_SHOWN = 120
 """Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
-MAX_COST = 0.01
-"""Part of the time that the audits' floor may take, beyond the first hit."""
 LOCKED_AHEAD = 4
 """Batches for whose activations page-locked memory is taken with the proof: being captured, or on
 their way to the writer or to the device. To lock pages later would have training wait for that."""
-
-
-class AuditPlan:
-    """Chooses the samples. Used from the training thread.
-
-    Whatever the rate, one hit is recomputed at the start of whatever was cut anew, and as long as
-    audits took at most a hundredth of the time since the first, one more at the start of every
-    epoch and with its 4th, 16th, 64th, ... batch of hits.
-
-    Args:
-        rate: Fraction of the hits.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self.cost_s = 0.0
-        """What audits have taken so far."""
-        self._rate = rate
-        self._began: float | None = None
-        self._random = random.Random(0)
-        self._served: dict[tuple[str, int], tuple[int, int]] = {}
-        """Of each loader at each cut: the last batch's number, and how many had hits so far in this
-        epoch."""
-
-    def choose(
-        self, loader: str, cut: int, number: int, hit: np.ndarray
-    ) -> tuple[np.ndarray, bool] | None:
-        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
-        epoch; None for none.
-
-        Args:
-            loader: Which loader's batch it is.
-            cut: Identifies where it enters.
-            number: The batch's number in its epoch; a smaller one than before begins another.
-            hit: Bool, shape (B,).
-        """
-        num_hits = int(np.count_nonzero(hit))
-        last, served = self._served.get((loader, cut), (-1, 0))
-        served = 1 if number <= last else served + 1
-        self._served[loader, cut] = number, served
-        count = int(self._rate * num_hits + self._random.random())
-        if served.bit_count() == 1 and served.bit_length() % 2 == 1:  # a power of 4
-            now = time.perf_counter()
-            self._began = now if self._began is None else self._began
-            count = max(count, last < 0 or self.cost_s <= MAX_COST * (now - self._began))
-        if not (count and num_hits):
-            return None
-        rows = np.zeros(len(hit), bool)
-        rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True
-        return rows, served == 1
 
 
 class EngineCallbacks:
@@ -117,10 +65,11 @@ class EngineCallbacks:
         self._views = status.views
         self._policy = status.policy
         self.idle = status.policy.idle
+        self._counters = status.counters
         self._counts = status.counters.counts
-        self._passing: str | None = None
-        """Why nothing is served, until something is."""
+        self.called = status.counters.model_called
         self._audits = AuditPlan(audit_rate)
+        self.audited = self._audits.choose
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
@@ -136,7 +85,7 @@ class EngineCallbacks:
         context: BatchContext = batch.context
         name, status = batch.loader_name, self._status
         status.is_proved = True
-        self._goes_on()
+        self._counters.goes_on()
         if not status.may_store(name):
             return
         found = self._open(batch, cut)
@@ -178,12 +127,12 @@ class EngineCallbacks:
         other = [key for key in now if len({repr(one.get(key)) for one in (now, *before)}) > 2]
         if not other or self._counts.hits:
             return
-        self._passing = self._counts.why_not = (
+        self._counters.passing = self._counts.why_not = (
             f"the frozen front reads {other[0]}, which has another value each time its samples "
             "come: what is stored is not served. Give it to what lies behind the boundary"
         )
         if self._status.is_news("arguments"):
-            log.warning("nothing is served: %s", self._passing)
+            log.warning("nothing is served: %s", self._counters.passing)
 
     def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
@@ -378,31 +327,18 @@ class EngineCallbacks:
         entry.lengths, entry.whole = planned.lengths, planned.whole
         return entry
 
-    def _goes_on(self) -> None:
-        """Something is served again, or will be."""
-        if self._counts.why_not == self._passing:
-            self._counts.why_not = None
-
     # ---- audits ---------------------------------------------------------------------------------
 
-    def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
-        """Choose the hits to be recomputed from the raw sample."""
-        if self._passing is not None:
-            self._goes_on()
-        number = batch.context.task.number
-        chosen = self._audits.choose(batch.loader_name, id(entry.cut), number, entry.hit)
-        if chosen is not None and self._has_new_data(batch):
-            return None  # it is what it was when it was given out, and cannot be made again
-        self._counts.audited += 0 if chosen is None else int(chosen[0].sum())
-        return chosen
-
-    def _has_new_data(self, batch: Batch) -> bool:
-        """Whether the samples are others than when the batch was given out, and need not agree."""
+    def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Whether the samples are what they were when the batch was given out."""
         source = batch.context.source
         what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
         if what is not None:
             self.data_changed(source.key, what, unlink=True)
-        return bool(batch.context.is_outdated)
+        if batch.context.is_outdated:
+            return False
+        self._counts.audited += int(rows.sum())
+        return True
 
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""
@@ -463,18 +399,18 @@ class EngineCallbacks:
         What is on disk stays, under the address of the weights it was computed with, unless that
         was seen late (`unlink`).
         """
-        self._passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
+        self._counters.passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
         # A prefix that goes on changing is not news.
         is_news = self._status.is_news("the prefix changed")
         level = logging.WARNING if is_news else logging.INFO
-        log.log(level, "%s: cached activations are void", self._passing)
+        log.log(level, "%s: cached activations are void", self._counters.passing)
         self._views.void(lambda view: True, unlink=unlink)
 
     def thawed(self, name: str, cut: str | None) -> None:
         """A part of the prefix is trained from now on; from there on nothing is served."""
         where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
         reason = f"{name!r}, which was frozen, is trained again: {where}"
-        self._passing, self._counts.why_not = reason, None if cut else reason
+        self._counters.passing, self._counts.why_not = reason, None if cut else reason
         log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
         self._views.void(lambda view: True, unlink=False)
 
@@ -498,7 +434,7 @@ class EngineCallbacks:
         """What is stored is not served as long as something has not been shown: say so, once."""
         if self._status.is_news(reason):
             log.warning(reason)
-        self._passing = self._counts.why_not = reason
+        self._counters.passing = self._counts.why_not = reason
 
     def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
@@ -557,19 +493,16 @@ class EngineCallbacks:
         return bool(self._status.uncached) and not self._views.everywhere()
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """The model was called with a batch (its cost is taken by whole steps: `StepTimer`)."""
+        """What is done beside calls of the model has taken time; or it is compiled whole."""
         boundary = self._status.boundary
-        if kind == "called":
-            self._status.counters.model_called()
-            self._status.is_compiled = False
-        elif kind == "audit":
+        if kind == "audit":
             self._audits.cost_s += seconds
         elif kind == "proof":
             self._policy.proof_s += seconds
         elif kind == "beside":
             self._policy.took_beside(seconds)
         elif boundary is not None:
-            self._status.is_compiled = True
+            self._counters.is_compiled = True
             why = str(BoundaryError.compiled_whole(boundary))
             if self._counts.why_not != why:
                 self._counts.why_not = why

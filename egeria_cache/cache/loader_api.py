@@ -6,9 +6,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ _BESIDE = (
     "its batches are loaded in another thread than that which has trained so far, and the two "
     "share their random generators; give it num_workers=1 or more"
 )
+_IS_CHECKED, _IS_ALIVE = attrgetter("is_checked"), attrgetter("generation.alive")
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -91,9 +95,10 @@ class LoaderApi:
             return (), None
         if self.is_plain(source.key):
             return (), False
-        if self._status.is_forked or self._status.is_compiled:
+        if self.counters.is_compiled or os.getpid() != self._status.process:
             return (), True
-        return [view for view in self.views(source.key) if view.is_checked], True
+        views = self._status.views.live.get(source.key, ())
+        return [*filter(_IS_ALIVE, filter(_IS_CHECKED, views))], True
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""
@@ -169,17 +174,20 @@ class LoaderApi:
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
         boundary = self._status.boundary
-        if boundary is None or not entry.serves_most:
+        if boundary is None or not entry.serves_most or self.policy.mode != "auto":
             return False
-        return self.policy.wants_control(entry.view.loader_name, boundary)
+        return self.policy.timers[entry.view.loader_name, boundary].wants_control()
 
     def is_beside(self, source: LoaderSource) -> bool:
         """Whether a loader without workers is passed in another thread than the training's: what
         that draws must not be seeded or put back meanwhile. If the model is called, say so.
         """
-        if source.side_worker is not None or not self._boundary.engine.is_beside():
+        engine = self._boundary.engine
+        if source.side_worker is not None or threading.get_ident() == engine.trained_by:
             return False
-        if self._boundary.engine.has_run:
+        if not engine.is_beside():
+            return False
+        if engine.has_run:
             self.leave_uncached(source.key, _BESIDE)
         return True
 
@@ -196,7 +204,8 @@ class LoaderApi:
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
-        return loader_name in self.policy.idle or self.boundary is None
+        status = self._status
+        return loader_name in self.policy.idle or not (status.is_sought or status.boundary)
 
     def count_yielded(self, batch: Batch) -> None:
         """Note that a batch was yielded which the model should see."""

@@ -4,8 +4,8 @@ A step is taken from one request for a batch to the next: waiting, forward, back
 together, so that it holds on a device that runs behind the host, and whatever the dataset costs.
 With it goes all that the cache itself does in its course: proofs, captures, audits. What is told
 of steps is taken down by `Counters`, timed by a `StepTimer` for each loader and boundary, and
-decided upon by the `ServingPolicy`. Why whole steps have the last word: part J of
-docs/architecture.md.
+decided upon by the `ServingPolicy`; which hits are computed again, an `AuditPlan` says. Why whole
+steps have the last word: part J of docs/architecture.md.
 
 A batch of misses costs more than it would without a cache, since it is captured and written. So a
 few batches that could be served are computed all the same, ever fewer of them: the controls. Their
@@ -22,6 +22,8 @@ import gc
 import logging
 import math
 import os
+import random
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from egeria_cache.batch import Batch, Entry
 from egeria_cache.gate.schedule import Schedule
 from egeria_cache.gate.stats import CacheStats
 from egeria_cache.skip import Step
@@ -41,6 +44,8 @@ _CLOSED = (
     "the cache is closed, and its loader goes on without it: train inside `with "
     "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
 )
+MAX_COST = 0.01
+"""Part of the time that the audits' floor may take, beyond the first hit."""
 MAX_UNSEEN = 3
 """Batches that may be yielded without the model having been called, before that is said."""
 _MIN_GAIN = 0.05
@@ -73,6 +78,10 @@ class Counters:
         self.counts = CacheStats()
         self.num_calls = 0
         """Of the model."""
+        self.is_compiled = False
+        """Whether it was last called as code that was compiled whole: it is served nothing."""
+        self.passing: str | None = None
+        """Why nothing is served, until something is."""
         self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
         """Batches that were given out last, and the model was not called yet."""
         self._num_unseen = 0
@@ -85,6 +94,8 @@ class Counters:
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
         num_hits = 0 if hit is None else int(np.count_nonzero(hit))
+        if num_hits and self.passing is not None:
+            self.goes_on()
         self.counts.hits += num_hits
         self.counts.misses += num_samples - num_hits
         self.counts.random_samples += num_samples if is_random else 0
@@ -92,6 +103,11 @@ class Counters:
         self.counts.hit_batches += num_hits == num_samples
         self.counts.miss_batches += num_hits == 0
         self.counts.partial_batches += 0 < num_hits < num_samples
+
+    def goes_on(self) -> None:
+        """Something is served again, or will be."""
+        if self.counts.why_not == self.passing:
+            self.counts.why_not = None
 
     def yielded(self, batch: Any) -> None:
         """Note that a batch was yielded which the model should see, if something is trained.
@@ -127,8 +143,8 @@ class Counters:
             log.warning(_CLOSED)
 
     def model_called(self) -> None:
-        """Note that the model was called with a batch."""
-        self.num_calls += 1
+        """Note that the model was called (its cost is taken by whole steps: `StepTimer`)."""
+        self.num_calls, self.is_compiled = self.num_calls + 1, False
         self._given.clear()
         if self._steps is not None:
             self._steps.remove()
@@ -136,6 +152,48 @@ class Counters:
             self._stepped.clear()
         if self._told_unseen and self.counts.why_not == self._told_unseen:
             self.counts.why_not = None
+
+
+class AuditPlan:
+    """Chooses the hits that are computed again, and compared. Used from the training thread.
+
+    Whatever the rate, one hit is recomputed at the start of whatever was cut anew, and as long as
+    audits took at most a hundredth of the time since the first, one more at the start of every
+    epoch and with its 4th, 16th, 64th, ... batch of hits.
+
+    Args:
+        rate: Fraction of the hits.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.cost_s = 0.0
+        """What audits have taken so far."""
+        self._rate = rate
+        self._began: float | None = None
+        self._random = random.Random(0)
+        self._served: dict[tuple[str, int], tuple[int, int]] = {}
+        """Of each loader at each cut: the last batch's number, and how many had hits so far in this
+        epoch."""
+
+    def choose(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
+        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
+        epoch, which begins with a batch of a smaller number than before; None for none.
+        """
+        hit, number = entry.hit, batch.context.task.number
+        num_hits, at = int(np.count_nonzero(hit)), (batch.loader_name, id(entry.cut))
+        last, served = self._served.get(at, (-1, 0))
+        served = 1 if number <= last else served + 1
+        self._served[at] = number, served
+        count = int(self._rate * num_hits + self._random.random())
+        if served.bit_count() == 1 and served.bit_length() % 2 == 1:  # a power of 4
+            now = time.perf_counter()
+            self._began = now if self._began is None else self._began
+            count = max(count, last < 0 or self.cost_s <= MAX_COST * (now - self._began))
+        if not (count and num_hits):
+            return None
+        rows = np.zeros(len(hit), bool)
+        rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True
+        return rows, served == 1
 
 
 class StepTimer:
@@ -279,7 +337,8 @@ class ServingPolicy:
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
         self._overlap, self._is_stored = overlap, is_stored
         self._earlier: str | None = None
-        self._timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
+        self.timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
+        """By loader and boundary."""
         self.schedules: dict[str, Schedule] = {}
         """By loader."""
         self._shared: dict[str, Schedule] = {}
@@ -348,10 +407,6 @@ class ServingPolicy:
 
     # ---- whole steps --------------------------------------------------------------------------
 
-    def wants_control(self, loader: str, boundary: str) -> bool:
-        """Whether a batch that could be served should be computed, for comparison."""
-        return self.mode == "auto" and self._timers[loader, boundary].wants_control()
-
     def step(
         self, loader: str, boundary: str, kind: Kind, seconds: float, num_samples: float
     ) -> str | None:
@@ -364,7 +419,7 @@ class ServingPolicy:
             seconds: From one request for a batch to the next.
             num_samples: Of the batch.
         """
-        timer = self._timers[loader, boundary]
+        timer = self.timers[loader, boundary]
         proof_s, self._unnoted_s = min(self._unnoted_s, seconds), 0.0
         timer.step(kind, seconds, num_samples, proof_s=proof_s)
         if kind != "served" or self.mode != "auto" or not timer.is_due:
@@ -395,7 +450,7 @@ class ServingPolicy:
         """Say in words what was decided under this boundary, for the statistics."""
         how = dict.fromkeys(self.stopped, "off")
         found = {one: f"{how.get(one, 'postponed')}: {why}" for one, why in self.idle.items()}
-        for (loader, at), timer in sorted(self._timers.items(), key=lambda one: one[1].num_served):
+        for (loader, at), timer in sorted(self.timers.items(), key=lambda one: one[1].num_served):
             if at == boundary and loader not in self.idle:
                 found[loader] = f"on: {timer.verdict[1]}"
         named = {loader.rpartition("#")[0]: what for loader, what in found.items()}
@@ -405,7 +460,7 @@ class ServingPolicy:
     @property
     def saved_s(self) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost."""
-        return sum(timer.saved_s for timer in self._timers.values()) - self.beside_s
+        return sum(timer.saved_s for timer in self.timers.values()) - self.beside_s
 
 
 def choose(profile: Sequence[Step], overlap: float) -> Step | None:

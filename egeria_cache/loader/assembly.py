@@ -116,7 +116,6 @@ class Assembly:
                 own = lengths.padding.shape(path, row, lengths.whole)
             whole = _meta((batch.size, *own), row.dtype)
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        self._count(plan, entry)
         self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
 
@@ -135,7 +134,7 @@ class Assembly:
         assert self.cache is not None
         key, source = self._source.key, self._source
         if self.cache.is_plain(key) or self.cache.is_refused(key):
-            self._count(plan, None)
+            self._count(plan)
             return loaded.data
         studies = source.has_own_collate and self._stores(plan)
         if source.study.company is None or not studies:
@@ -189,18 +188,15 @@ class Assembly:
         if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
-        self._count(plan, plan.entry)
+        if plan.entry is None:
+            self._count(plan)
         return own_containers(data, structure.rebuild(self._tagged(batch, leaves, leaves)))
 
-    def _count(self, plan: Plan, entry: PlannedEntry | None) -> None:
-        """Count a batch that was loaded, or its hits once they are used."""
+    def _count(self, plan: Plan) -> None:
+        """Count a batch that was loaded; its hits are counted once they are used."""
         assert self.cache is not None
-        size, is_random = len(plan.task.ids), self._source.is_random
-        if entry is None:
-            self.cache.counters.batch(size, None, is_random=is_random)
-        else:
-            count = self.cache.counters.batch
-            entry.on_load = partial(count, size, entry.hit, is_random=is_random)
+        is_random = self._source.is_random
+        self.cache.counters.batch(len(plan.task.ids), None, is_random=is_random)
 
     def _tagged(
         self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
@@ -259,7 +255,8 @@ class Assembly:
         padding, entry = study.padding, plan.entry
         if entry is not None and not (entry.view.padding == padding and entry.ready()):
             plan.entry = None
-        self._count(plan, plan.entry)
+        if plan.entry is None:
+            self._count(plan)
         batch = self._batch(plan, found.own, structure, {}, found.lengths, found)
         return own_containers(data, structure.rebuild(self._tagged(batch, leaves, found.own)))
 
@@ -369,8 +366,9 @@ class Assembly:
                 metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
         forget_lost(constants, size)
         age = source.fingerprint.age
-        if entry is not None:
-            entry.is_given = True
+        if entry is not None and self.cache is not None:
+            entry.is_given, count = True, self.cache.counters.batch
+            entry.on_load = partial(count, size, entry.hit, is_random=source.is_random)
         entering: Entry | None = entry
         load_rows = partial(_load_rows, self.cache, source, task, lengths)
         if found is not None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,7 @@ _PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
 """They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
 _LAST = 2
 """Batches of an epoch that it takes to commit what waits: the next one looks for it."""
+_IS_IDLE = attrgetter("generation.is_idle")
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
 
@@ -176,7 +178,6 @@ class Planner:
         self._beside = beside
         self._next_number = first_number
         self._num_foreseeable = num_foreseeable
-        self._is_exhausted = False
         self._is_read = False
         """Whether all of the batch that was planned last is to be read."""
         self.planned: deque[Plan] = deque()
@@ -200,8 +201,9 @@ class Planner:
 
         None at the end.
         """
-        indices = self._next_indices()
+        indices = next(self._index_batches, None)
         if indices is None:
+            self._index_batches = iter(())  # it is not asked again
             return None
         self._next_number += 1
         return list(indices)
@@ -230,7 +232,7 @@ class Planner:
             ):
                 # Where all is read, and nothing is on its way to disk, several are planned at a
                 # time: half of what a batch takes is the same for all of them.
-                is_still = self._is_read and all(view.generation.is_idle for view in views)
+                is_still = self._is_read and all(map(_IS_IDLE, views))
                 left = self._num_foreseeable - self._next_number
                 if not self._draw(
                     views, seeds_all, max(1, min(_MOST_AT_ONCE, left)) if is_still else 1
@@ -262,11 +264,6 @@ class Planner:
         if self.planned:
             self.planned.popleft()
 
-    def _next_indices(self) -> Sequence[Any] | None:
-        indices = None if self._is_exhausted else next(self._index_batches, None)
-        self._is_exhausted = indices is None
-        return indices
-
     def _draw(self, views: Sequence[View], seeds_all: bool | None, count: int = 1) -> bool:
         """Plan so many batches with one look-up; whether there was one.
 
@@ -274,8 +271,10 @@ class Planner:
         epoch what any of them has stored in the one before.
         """
         batches = list[list[Any]]()
-        while len(batches) < count and (indices := self._next_indices()) is not None:
+        while len(batches) < count and (indices := next(self._index_batches, None)) is not None:
             batches.append(list(indices))
+        if len(batches) < count:
+            self._index_batches = iter(())  # it is not asked again
         if not batches:
             return False
         plans = list[Plan]()
@@ -307,11 +306,14 @@ class Planner:
         source, cache = self._source, self._cache
         ids = source.identify(list(chain.from_iterable(batches)))
         draws, start = source.draws_at(ids, self._clock), 0
-        studies = seeds_all is not None and cache is not None and cache.boundary is not None
-        studies = studies and cache.may_store(source.key)  # type: ignore[union-attr]
+        # Where something may be read, more may be stored.
+        studies = bool(views) or (
+            not (seeds_all is None or cache is None or cache.boundary is None)
+            and cache.may_store(source.key)
+        )
         together = studies and source.study.company is not None
         loads_hits = together or (studies and source.is_steady)
-        stored = source.stored_as(draws) if views else draws
+        stored = source.stored_as(draws) if source.is_steady else draws
         places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
         seed = None if seeds_all is None else source.seed
         plans = []

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import compress, count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ TOGETHER_BYTES = 2 << 20
 ALIGNMENT = 16
 """Of memory, as malloc gives it: how numbers are added up may depend on that."""
 
+_LOCATED = attrgetter("located")
 _passes = count()
 _held, _lock = Held(), threading.Lock()
 
@@ -245,7 +247,9 @@ class Prefetcher:
         try:
             has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
             with threads.without_modes() if has_modes else nullcontext():
-                return self.read(entry, in_memory=True)
+                if self._closed or entry._is_read is not None:
+                    return not self._closed and bool(entry._is_read)
+                return self._read_together(entry, in_memory=True)
         except NotInMemoryError:
             assert self._readers is not None
             self.has_waited = True
@@ -264,26 +268,16 @@ class Prefetcher:
             ring.release_before(self._first + (1 << 40))
         self.rings.clear()
 
-    def read(self, entry: PlannedEntry, in_memory: bool = False) -> bool:
-        """Read an entry's rows; whether they are there.
-
-        Raises:
-            NotInMemoryError: `in_memory` is asked for, by a view that needs no ring, and not all
-                of it is.
-        """
+    def read(self, entry: PlannedEntry) -> bool:
+        """Read an entry's rows; whether they are there."""
         if self._closed or not entry.alive:
             return False
         view = entry.view
-        if in_memory:
-            if entry._is_read is not None:
-                return entry._is_read
-            # And with it those behind it: they wait for no disk.
-            return self._read_together(self._neighbours(entry), in_memory=True)
         if view.is_spread or not needs_ring(view.device):
-            return self._read_together([entry])
+            return self._read_together(entry)
         ring, number = self._ring_of(view), self._first + entry.number
         if not view.has_room:
-            return self._read_together([entry])
+            return self._read_together(entry)
         samples = None if ring is None else ring.numbers(entry.ids)
         new = np.arange(len(entry.ids))
         if ring is not None and samples is not None:
@@ -312,7 +306,7 @@ class Prefetcher:
                 with suppress(LookupError):  # it was closed meanwhile, or lengths are not known
                     self._place(entry, ring, samples)
                     return True
-        return self._read_together([entry])  # no room in the ring
+        return self._read_together(entry)  # no room in the ring
 
     def _place(self, entry: PlannedEntry, ring: Ring, samples: np.ndarray) -> None:
         """Have an entry's rows gathered from a ring, in which they are.
@@ -328,26 +322,20 @@ class Prefetcher:
                 raise LookupError("a row is larger than is known to be right")
         entry._place, entry._ring = place, ring
 
-    def _neighbours(self, first: PlannedEntry) -> list[PlannedEntry]:
-        """Return an entry, and the deferred ones behind it that are read with it."""
-        found, waiting = [first], self._deferred
-        size = first.num_hits * first.view.cut.row_bytes
-        while waiting and waiting[0].number <= first.number:
-            waiting.popleft()
-        while waiting and waiting[0].view is first.view:
-            size += waiting[0].num_hits * first.view.cut.row_bytes
-            if size > TOGETHER_BYTES:
-                break
-            found.append(waiting.popleft())
-        return found
-
-    def _read_together(self, entries: Sequence[PlannedEntry], *, in_memory: bool = False) -> bool:
-        """Read all rows of batches from one view, and keep them with these; whether the first is
-        there.
+    def _read_together(self, first: PlannedEntry, *, in_memory: bool = False) -> bool:
+        """Read a batch's rows, and keep them with it; whether they are there. With them go those of
+        the deferred ones behind it where they wait for no disk.
         """
-        view = entries[0].view
+        view, entries, waiting, num_rows = first.view, [first], self._deferred, first.num_hits
+        while in_memory and waiting and waiting[0].number <= first.number:
+            waiting.popleft()
+        while in_memory and waiting and waiting[0].view is view:
+            num_rows += waiting[0].num_hits
+            if num_rows * view.cut.row_bytes > TOGETHER_BYTES:
+                break
+            entries.append(waiting.popleft())
         tensors, found = view.generation.get_located(
-            Located.joined([one.located for one in entries]),
+            Located.joined([*map(_LOCATED, entries)]),
             pin_memory=view.is_pinned, in_memory=in_memory,
         )  # fmt: skip
         start = 0
@@ -358,7 +346,7 @@ class Prefetcher:
                 own = tensors if len(entries) == 1 else _part(tensors, start, stop)
                 entry._rows = _put_together(view, own, self._keep(entry, own))
             start = stop
-        return bool(entries[0]._is_read)
+        return bool(first._is_read)
 
     def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Note what records have beside the activations; return how long the longest is."""

@@ -138,7 +138,8 @@ class Views:
 
     def __init__(self) -> None:
         """Begin with nothing to read."""
-        self._live: dict[str, list[View]] = {}
+        self.live: dict[str, list[View]] = {}
+        """What each loader's samples may be read from, deepest boundary first; see `of`."""
         self._made: WeakSet[View] = WeakSet()
         """All of them: batches may be planned with one that another has taken the place of."""
         self._process = os.getpid()
@@ -148,15 +149,15 @@ class Views:
 
     def of(self, loader_name: str) -> list[View]:
         """What this loader's samples may be read from now, deepest boundary first."""
-        return [view for view in self._live.get(loader_name, ()) if view.alive]
+        return [view for view in self.live.get(loader_name, ()) if view.alive]
 
     def everywhere(self) -> list[View]:
         """What may be read now, of all loaders."""
-        return [view for views in self._live.values() for view in views if view.alive]
+        return [view for views in self.live.values() for view in views if view.alive]
 
     def forget(self, loader_name: str) -> None:
         """Drop what a loader may read, without a word on whether it is right."""
-        for view in self._live.pop(loader_name, ()):
+        for view in self.live.pop(loader_name, ()):
             self._let_go(view)
 
     def add(self, view: View) -> None:
@@ -168,13 +169,13 @@ class Views:
         for retired in [one for one in views if one not in kept]:
             self._retire(retired)
             retired.generation.release()
-        self._live[view.loader_name] = kept
+        self.live[view.loader_name] = kept
 
     def prefer(self, view: View) -> None:
         """Read from this one first from now on: the loop has come back to it."""
-        views = self._live.get(view.loader_name, [])
+        views = self.live.get(view.loader_name, [])
         if view in views:
-            self._live[view.loader_name] = [view, *(one for one in views if one is not view)]
+            self.live[view.loader_name] = [view, *(one for one in views if one is not view)]
 
     def void(
         self, stale: Callable[[View], bool], *, unlink: bool, is_outdated: bool = False
@@ -186,7 +187,7 @@ class Views:
             unlink: Also forget what is on disk: it is wrong, and not only of another boundary.
             is_outdated: Their data are others by now; batches that were given out go on.
         """
-        for name, views in self._live.items():
+        for views in self.live.values():
             for view in filter(stale, views):
                 for same in [one for one in self._made if one.generation is view.generation]:
                     same.is_void |= same.loader_name == view.loader_name or unlink
@@ -200,17 +201,18 @@ class Views:
                     view.generation.void("its activations are stale")
                 else:
                     view.generation.release()
-            self._live[name] = [view for view in views if not view.is_void]
+        for name, views in self.live.items():
+            self.live[name] = [view for view in views if not view.is_void]
 
     def clear(self) -> None:
         """Forget all of them; the store is about to be closed."""
-        for name in list(self._live):
+        for name in list(self.live):
             self.forget(name)
 
     def _let_go(self, view: View) -> None:
         """Free a view's memory on the device, unless another reads from it, too."""
         ring, view.ring = view.ring, None
-        others = (one.ring for views in self._live.values() for one in views if one is not view)
+        others = (one.ring for views in self.live.values() for one in views if one is not view)
         if ring is not None and os.getpid() == self._process and ring not in others:
             ring.close()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from egeria_cache import threads
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
@@ -34,7 +35,6 @@ from egeria_cache.pystate import (
     plain_print,
     tensor_print,
 )
-from egeria_cache.threads import without_modes
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
@@ -151,8 +151,9 @@ class Fingerprint:
         self._free_s = FREE_S
         self._glance: Portrait
         """Of the data as they were when they were looked at last."""
+        self._noted: Portrait | None = None
         self._tensors, self._versions = list[Tensor](), list[int]()
-        """Of it: a trained model's may be written to in each step."""
+        """Of the glance that was noted last: a trained model's may be written to in each step."""
 
     def __str__(self) -> str:
         """Return text that differs between data sets that give other samples."""
@@ -179,9 +180,13 @@ class Fingerprint:
         if self._text is None:
             return None
         started = time.perf_counter()
-        with without_modes():  # the loop's may be on in the middle of a pass
+        has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
+        # The loop's may be on in the middle of a pass.
+        with threads.without_modes() if has_modes else nullcontext():
             what = self._changed(midway)
-        self._note_tensors()
+        if self._noted is not self._glance:
+            self._note_tensors()
+        self._versions = list(map(_version, self._tensors))
         now = time.perf_counter()
         self._free_s -= now - started
         self._next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
@@ -198,7 +203,7 @@ class Fingerprint:
         held = (one.where for one in self._glance.places if not is_below(one.path, left_out))
         self._tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
         del self._tensors[_MAX_TENSORS:]
-        self._versions = list(map(_version, self._tensors))
+        self._noted = self._glance
 
     def _changed(self, midway: bool) -> str | None:
         quick, (seen, before) = self._glance, self._portraits

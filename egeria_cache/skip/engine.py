@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -46,6 +47,7 @@ from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
 
 log = logging.getLogger("egeria")
 
+_is_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 MAX_CHAINS = 4
 """Different operations on a loader's batches before the model; with more, they never repeat."""
 _MAX_EVEN = 8
@@ -143,9 +145,15 @@ class SkipHost(Protocol):
     ) -> None:
         """Fresh activations of the masked rows (None: all); nobody changes the tensors later."""
 
+    def called(self) -> None:
+        """The model is called, with whatever."""
+
     def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
         for what that shows before the batch is served; None for none."""
+
+    def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Whether these rows can be loaded again as they were."""
 
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Where a batch that was planned for another cut enters at this one; None if not all of it
@@ -196,8 +204,7 @@ class SkipHost(Protocol):
         """Whether the loaders that have given batches can all not be cached."""
 
     def note(self, kind: str, seconds: float, rows: int) -> None:
-        """Time of a "proof", of an "audit", or of all that was done "beside" a computed call;
-        "called": once a call of the model.
+        """Time of a "proof", of an "audit", or of all that was done "beside" a computed call.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
@@ -260,7 +267,7 @@ class SkipEngine:
         self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
-        self._trained_by = threading.get_ident()
+        self.trained_by = threading.get_ident()
         """That trains: where the cache was made, and from then on where batches are given."""
         self._num_calls = 0
         """Calls under this boundary that have returned."""
@@ -280,7 +287,7 @@ class SkipEngine:
         ):
             return self._transformed(args, kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
-            threading.get_ident() == self._trained_by or self._is_of_the_loop(args, kwargs)
+            threading.get_ident() == self.trained_by or self._is_of_the_loop(args, kwargs)
         ):
             ours, depth, grad = _OneCall(), len(calls.LOCAL.active), torch.is_grad_enabled()
             started = time.perf_counter()
@@ -302,7 +309,9 @@ class SkipEngine:
                     self.has_run |= self._is_held
                     self._num_calls += 1
                     if ours.is_done:
-                        self.host.note("beside", time.perf_counter() - started - ours.seconds, 0)
+                        beside_s = time.perf_counter() - started - ours.seconds
+                        with Attempt():  # a figure, and no error of the loop's
+                            self.host.note("beside", beside_s, 0)
             if ours.failure is not None:
                 return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
@@ -316,11 +325,12 @@ class SkipEngine:
             if type(value) is not Tensor:
                 return False
         return (
-            threading.get_ident() == self._trained_by
+            threading.get_ident() == self.trained_by
             and (self._auto is None or self._auto.is_still())
             and self._declared[0] == self.boundary
             and self._sharded is None
-            and not (self._held.is_disturbed() or self._thaw.is_due())
+            and not any(map(_is_training, self._held.modules.values()))
+            and not any(map(_requires_grad, self._thaw.tensors))
         )
 
     def _step_aside(self) -> None:
@@ -359,8 +369,8 @@ class SkipEngine:
         may put back the random generators.
         """
         if batch_tensors((args, kwargs)):
-            self._trained_by = threading.get_ident()
-        return threading.get_ident() == self._trained_by
+            self.trained_by = threading.get_ident()
+        return threading.get_ident() == self.trained_by
 
     def _instead(self, ours: _OneCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something beside the call has failed: return what the model gave, or gives."""
@@ -385,7 +395,7 @@ class SkipEngine:
             self._auto.follow(self._forward, args, kwargs)
         self._look()
         if self._sharded is not None and self.boundary is not None and not self._sharded.is_ready:
-            self.host.note("called", 0.0, 0)
+            self.host.called()
             return self.computed(*args, **kwargs)
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
@@ -402,13 +412,13 @@ class SkipEngine:
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call whose operations are others: within `torch.func`, under a mode."""
         if self.boundary is not None:
-            self.host.note("called", 0.0, 0)
+            self.host.called()
             self._unserved.note(_TRANSFORMED)
         return self.computed(*args, **kwargs)
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
-        self.host.note("called", 0.0, 0)
+        self.host.called()
         if self.boundary is not None and call.why_not is not None and not self.host.idle:
             # Where others were served, an evaluation may well bring batches of its own.
             if (self.model.training and torch.is_grad_enabled()) or not self._unserved.was_served:
@@ -420,7 +430,7 @@ class SkipEngine:
         return self._plainly(call)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
-        self.host.note("called", 0.0, call.batch.size)
+        self.host.called()
         if not self._unserved.is_quiet:
             self._unserved.served(but=_KEPT if call.batch.was_computed else _ALL_NEW)
         self._running["call"].key = key
@@ -634,7 +644,7 @@ class SkipEngine:
         On a device without waiting for that, but for the first of an epoch: what came of it is read
         by a later call.
         """
-        if chosen is not None:
+        if chosen is not None and self.host.may_audit(call.batch, chosen[0]):
             (mask, waits), started = chosen, time.perf_counter()
             same = self._recomputed(source, call, entry, stored, mask)
             self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
@@ -731,10 +741,8 @@ class SkipEngine:
             self._thaw.watch(self.model, self._held)
 
     def is_beside(self) -> bool:
-        """Whether the calling thread is another one than that which trains, as far as is known."""
-        if threading.get_ident() == self._trained_by:
-            return False
-        return any(thread.ident == self._trained_by for thread in threading.enumerate())
+        """Whether the thread that trains, as far as is known, is there: it is not the caller's."""
+        return any(thread.ident == self.trained_by for thread in threading.enumerate())
 
     # ---- sharded models -----------------------------------------------------------------------
 
@@ -764,10 +772,11 @@ class SkipEngine:
 
     def _look(self) -> None:
         """Compare the prefix with what was proved, before anything of it is served."""
-        self._held.put_back()  # trainers restore modes after a validation
-        name = self._thaw.thawed()
-        if name is not None:
-            self._retreat(name)
+        # What is asked on each call is asked here, without a call of ours.
+        if any(map(_is_training, self._held.modules.values())):
+            self._held.put_back()  # trainers restore modes after a validation
+        if any(map(_requires_grad, self._thaw.tensors)):
+            self._retreat(self._thaw.thawed())
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)

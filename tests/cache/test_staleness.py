@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
-from egeria_cache.cache import engine_callbacks
+from egeria_cache.gate import policy
 from egeria_cache.store.disk.budget import Budget
 from tests.cache.test_auto import data, frozen_blocks
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
@@ -145,7 +145,7 @@ def test_audits_change_nothing(tmp_path, rate, workers):
 def test_however_low_the_rate_hits_are_audited_as_far_as_that_takes_little_of_the_time(
     tmp_path, monkeypatch, share, per_epoch
 ):
-    monkeypatch.setattr(engine_callbacks, "MAX_COST", share)
+    monkeypatch.setattr(policy, "MAX_COST", share)
     result = run(tmp_path, gate="always", cache_kwargs={"audit_rate": 1e-9})
     num_epochs = result[3].hits // 48
     assert result[3].audited == max(1, per_epoch * num_epochs)  # of six batches each

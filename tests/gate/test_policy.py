@@ -134,7 +134,7 @@ SLOW = [*[("computed", 2.0)] * 9, *[("computed", 50.0)] * 5, ("served", 0.5)]
 )
 def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
     every = ServingPolicy("auto", 0.5)
-    every._timers["train", "layer1"], every.beside_s = timer, 2.0
+    every.timers["train", "layer1"], every.beside_s = timer, 2.0
     assert (timer.saved_s, every.saved_s) == pytest.approx((saved, saved - 2))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from egeria_cache.cache import engine_callbacks
+from egeria_cache.gate import policy
 from tests.hostile.known import KNOWN
 
 
@@ -14,7 +14,7 @@ def _small(monkeypatch):
     """A network of a few thousand numbers is slowed by a second thread, and its epochs are so short
     that an audit takes more than its share of them.
     """
-    monkeypatch.setattr(engine_callbacks, "MAX_COST", math.inf)
+    monkeypatch.setattr(policy, "MAX_COST", math.inf)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -22,9 +22,10 @@ from tests.hostile.nets import Net, rows
 PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
-    "cache.engine_callbacks.EngineCallbacks": "audit_leaves audited captured cut_found note",
+    "cache.engine_callbacks.EngineCallbacks": "audit_leaves captured cut_found may_audit note",
     "cache.loader_api.LoaderApi": "adopt begins count_yielded log_epoch next_pass_of note_step "
     "wants_control",
+    "gate.policy": "AuditPlan.choose Counters.model_called",
     "loader.assembly.Assembly": "_batch",
     "loader.assembly": "is_faithful",
     "loader.plan": "best_entry",
@@ -45,7 +46,7 @@ PLACES = {
     "skip.serve.call.Invocation": "key of",
     "skip.serve.replay": "prefix replay",
     "skip.serve.replay.CaptureRun": "_finish",
-    "skip.model.frozen.RequiresGradWatch": "thawed",
+    "skip.engine.SkipEngine": "_look",
     "skip.state.guards.ContentHash": "of",
     "skip.state.guards.PrefixGuard": "changed",
     "skip.state.surroundings.Surroundings": "now",

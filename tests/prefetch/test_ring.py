@@ -252,7 +252,8 @@ def deferred(readers, read):
     view = SimpleNamespace(is_void=False, cut=None, found=np.ones(1, bool))
     entry = PlannedEntry(view, 0, [7], np.zeros(1), view)
     entry._prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
-    entry._prefetcher.read = lambda entry, in_memory=False: read(in_memory)
+    entry._prefetcher.read = lambda entry: read(False)
+    entry._prefetcher._read_together = lambda entry, in_memory: read(in_memory)
     return entry._prefetcher, entry
 
 

@@ -87,15 +87,17 @@ def when_returned(module: nn.Module, then: Callable[[], None]) -> None:
     def now(*_: Any) -> None:
         for handle in handles:
             handle.remove()
-        places = [*itertools.chain.from_iterable(LOCAL.active)]
+        blocks = [*LOCAL.active]
+        places = [*itertools.chain.from_iterable(blocks)]
         ours = [own.get(key) for own, key, _ in places]
         try:
-            _restore(places)
+            put_back(blocks[0])
             with Attempt():
                 then()
         finally:
             for (own, key, _), one in zip(places, ours, strict=True):
                 own[key] = one
+            LOCAL.active[:] = blocks
 
     if module._forward_hooks and module.__dict__.get("_compiled_call_impl") is None:
         handles.append(module.register_forward_hook(now, always_call=True))
@@ -138,16 +140,12 @@ def put_back(replaced: Replaced) -> None:
         if one is replaced:
             begin = place
             break
-    _restore([*itertools.chain.from_iterable(active[begin:])])
-    del active[begin:]
-
-
-def _restore(replaced: Replaced) -> None:
-    for own, key, before in reversed(replaced):
+    for own, key, before in reversed([*itertools.chain.from_iterable(active[begin:])]):
         if before is _MISSING:
             own.pop(key, None)
         else:
             own[key] = before
+    del active[begin:]
 
 
 def _route(

@@ -26,7 +26,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from egeria_cache.skip.model.calls import AroundForward, around_of, hold_around
 
-_is_training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 _MAX_WAIT = 1024
 _ALIKE = frozenset(
@@ -110,7 +109,8 @@ class FrozenPrefix:
         self, modules: Iterable[nn.Module] = (), *, model: nn.Module | None = None
     ) -> None:
         self._model = model
-        self._modules: dict[int, nn.Module] = {}
+        self.modules: dict[int, nn.Module] = {}
+        """All that are held, by id."""
         self.boundary: nn.Module | None = None
         """Until which `around` are held."""
         self._around: dict[int, AroundForward] = {}
@@ -122,19 +122,15 @@ class FrozenPrefix:
         """
         for root in modules:
             for module in root.modules():
-                if id(module) in self._modules:
+                if id(module) in self.modules:
                     continue
                 held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1
                 if isinstance(module, nn.TransformerEncoderLayer):
                     held.keeps_flag = _leads_others(module, self._model)
                 module.__dict__["train"] = held
-                self._modules[id(module)] = module
+                self.modules[id(module)] = module
         self.put_back()
-
-    def is_disturbed(self) -> bool:
-        """Whether a held module is in training mode: trainers set flags after a validation."""
-        return any(map(_is_training, self._modules.values()))
 
     @property
     def is_alike(self) -> bool:
@@ -143,9 +139,7 @@ class FrozenPrefix:
 
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
-        if not any(map(_is_training, self._modules.values())):  # on each call: no call of it
-            return
-        for module in self._modules.values():
+        for module in self.modules.values():
             held = _held(module)
             if module.training and not (held is not None and held.keeps_flag):
                 module.training = False
@@ -185,13 +179,13 @@ class FrozenPrefix:
     def release(self) -> None:
         """Let every module go; may be called twice."""
         self._let_go_around()
-        for key, module in list(self._modules.items()):
+        for key, module in list(self.modules.items()):
             held = _held(module)
             if held is not None:  # else thawed meanwhile
                 held.num_holders -= 1
                 if held.num_holders <= 0:
                     held.let_go()
-            del self._modules[key]  # one by one: what is interrupted is finished by the next call
+            del self.modules[key]  # one by one: what is interrupted is finished by the next call
 
     @staticmethod
     def thaw(model: nn.Module) -> None:
@@ -205,13 +199,13 @@ class FrozenPrefix:
                 around.let_go()
 
     def __contains__(self, module: object) -> bool:
-        return id(module) in self._modules
+        return id(module) in self.modules
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())
+        return iter(self.modules.values())
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self.modules)
 
     def __enter__(self) -> FrozenPrefix:
         return self
@@ -230,7 +224,8 @@ class RequiresGradWatch:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        """Which are frozen, as far as is known."""
         self._thawed: list[Tensor] = []
         self._wait = self._num_still = 0
 
@@ -246,18 +241,12 @@ class RequiresGradWatch:
         found += [(name, tensor) for name, _, tensor in reads]
         frozen = {id(tensor): tensor for _, tensor in found if not tensor.requires_grad}
         self._names = {id(tensor): name for name, tensor in found}
-        self._tensors = list(frozen.values())
+        self.tensors = list(frozen.values())
 
-    def is_due(self) -> bool:
-        """Whether a tensor is to be trained from now on."""
-        return any(map(_requires_grad, self._tensors))
-
-    def thawed(self) -> str | None:
-        """Name a tensor that is to be trained from now on; it is no longer watched then."""
-        if not any(map(_requires_grad, self._tensors)):  # on each call: no call of it
-            return None
-        moved = [tensor for tensor in self._tensors if tensor.requires_grad]
-        self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
+    def thawed(self) -> str:
+        """Name one of them that is to be trained from now on; they are no longer watched then."""
+        moved = [tensor for tensor in self.tensors if tensor.requires_grad]
+        self.tensors = [tensor for tensor in self.tensors if not tensor.requires_grad]
         self.note(moved)
         return self._names[id(moved[0])]
 

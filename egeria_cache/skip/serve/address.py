@@ -14,7 +14,7 @@ from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
-from egeria_cache.skip.serve.call import PLAIN, Invocation, mode_key
+from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import ContentHash
@@ -83,7 +83,6 @@ def address(
     }
     arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
-    autocast, default_dtype = mode_key()
     gradients = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
     return gradients | {
         "boundary": plan.boundary,
@@ -93,8 +92,8 @@ def address(
         "inputs": inputs,
         "arguments": arguments | pinned,
         "mode": ["train" if training else "eval" for training in plan.modes],
-        "autocast": [list(pair) for pair in autocast],
-        "default_dtype": str(default_dtype),
+        "autocast": [list(pair) for pair in autocast_modes()],
+        "default_dtype": str(torch.get_default_dtype()),
         "tensors": {
             name: {
                 "shape": _row_shape(plan, name, slot),

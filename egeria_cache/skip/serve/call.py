@@ -245,10 +245,10 @@ class Invocation:
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
-        leaves = [
-            swap(i, leaf) if isinstance(leaf, Tensor) else leaf
-            for i, leaf in enumerate(self.leaves)
-        ]
+        leaves = list(self.leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[i] = swap(i, leaf)
         if self.layout.is_flat:
             return tuple(leaves), self.given[1]
         return self.layout.build(leaves, self.given)
@@ -322,7 +322,8 @@ class Invocation:
                 leaves.append((self.shape(i), leaf.dtype, leaf.device))
             else:
                 leaves.append(_describe(leaf))
-        return (self.layout, tuple(leaves), mode_key())
+        autocast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+        return (self.layout, tuple(leaves), autocast, torch.get_default_dtype())
 
     def shape(self, position: int) -> tuple[Any, ...]:
         """Return the shape of a tensor, with names for the sizes that differ from batch to batch:
@@ -349,17 +350,14 @@ def plain(leaf: Any) -> Any:
         return leaf.full()
 
 
-def mode_key() -> tuple[Any, ...]:
-    """Return the modes that decide in which precision kernels run.
+def autocast_modes() -> tuple[tuple[str, str], ...]:
+    """Return the modes that, beside the default dtype, decide in which precision kernels run.
 
     Whether autograd records is not among them: it moves last bits at most, and the same sample is
     used in training and in evaluation.
     """
-    autocast: tuple[tuple[str, str], ...] = ()
-    for kind in autocast_kinds() if torch._C._is_any_autocast_enabled() else ():
-        if torch.is_autocast_enabled(kind):
-            autocast = (*autocast, (kind, str(torch.get_autocast_dtype(kind))))
-    return autocast, torch.get_default_dtype()
+    kinds = filter(torch.is_autocast_enabled, autocast_kinds())
+    return tuple((kind, str(torch.get_autocast_dtype(kind))) for kind in kinds)
 
 
 def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:

@@ -179,6 +179,13 @@ class TensorSpec:
             return rows.permute(dim, *self.row_dims)
         return self.fold.apart(rows, dim).permute(0, *(i + 1 for i in self.row_dims))
 
+    def as_stored(self, batch_size: int) -> tuple[int, ...] | None:
+        """Return the strides of a batch's rows that are the tensor already; None: none are."""
+        assert self.batch_dim is not None
+        dims, _, strides = _restored(self.shape, self.order, self.batch_dim, batch_size)
+        is_alike = self.shape[self.batch_dim] == 1 and dims == tuple(range(len(dims)))
+        return strides if is_alike else None
+
     def from_rows(self, rows: Tensor) -> Tensor:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
         dim = self.batch_dim

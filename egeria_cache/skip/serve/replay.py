@@ -179,49 +179,33 @@ class ReplayRun:
         self.batch_size = batch_size
         self.scene = scene or Scene(plan.names, frozenset(map(id, plan.ancestors)))
         self.modules = plan.modules
-        self.entries = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
-        """Name, place and description of the cached tensors."""
+        specs = {slot: (name, plan.tensor_spec(slot)) for name, slot in plan.slots().items()}
+        self.entries = [(n, at, one, one.as_stored(batch_size)) for at, (n, one) in specs.items()]
+        """Name, place and description of the cached tensors, and strides of those that are as they
+        are stored."""
         self._leaves: dict[int, list[Any]] = {}
         self._thread = get_ident()
         """That is served; another one may run the model at the same time (an evaluation)."""
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
-        self._own: list[Placeholder] = []
-        self._held: list[int] = []
-        """References to each of these."""
+        self.own: list[Placeholder] = []
+        """All that it has made."""
 
-    def begin(self, values: Mapping[Slot, Tensor]) -> None:
-        """Enter with these values of the cached tensors."""
+    def begin(self, values: Mapping[Slot, Tensor]) -> list[int]:
+        """Enter with these values of the cached tensors; return how many references to each of its
+        `own` placeholders there are before the model runs.
+        """
         self.values = values
         self._position, self._inside, self._thread = 0, False, get_ident()
         self.scene.after_boundary = self.scene.finished = False
-
-    def enter(self, stored: Mapping[str, Tensor]) -> None:
-        """Begin with these rows, and note who holds placeholders before the model runs."""
-        plan, values = self.plan, dict[Slot, Tensor]()
-        for name, slot, spec in self.entries:
-            values[slot] = spec.from_rows(stored[name].clone() if plan.copies else stored[name])
-        for slot in plan.wants_grad & values.keys() if torch.is_grad_enabled() else ():
-            leaf = values[slot].detach().requires_grad_()
-            # What the model writes into may not be a leaf.
-            values[slot] = leaf.clone() if plan.copies else leaf
-        self.begin(values)
         self.scene.made.clear()
-        self._held = list(map(sys.getrefcount, self._own))
-
-    def check(self) -> None:
-        """Refuse a run after which somebody holds a placeholder that nobody held before."""
-        is_suspect = list(map(sys.getrefcount, self._own)) != self._held
-        for made in self.scene.made:
-            is_suspect |= made() is not None
-        if is_suspect and (kept := self.scene.kept(self._own, self._held)):
-            raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
+        return list(map(sys.getrefcount, self.own))
 
     def take_back(self) -> None:
         """Leave no placeholder in lists: the model puts numbers there when it is computed."""
         made: list[Any] = [one for ref in self.scene.made if (one := ref()) is not None]
-        made += [one for one in gc.get_referrers(*made, *self._own) if type(one) is tuple]
-        made += self._own
-        ours, held = [self._own, made, *self._leaves.values()], set(map(id, made))
+        made += [one for one in gc.get_referrers(*made, *self.own) if type(one) is tuple]
+        made += self.own
+        ours, held = [self.own, made, *self._leaves.values()], set(map(id, made))
         for some in gc.get_referrers(*made):
             if isinstance(some, list | deque) and not any(some is one for one in ours):
                 rest = [one for one in some if id(one) not in held]
@@ -279,10 +263,10 @@ class ReplayRun:
         if key not in self._inputs:
             if len(self._inputs) >= _MAX_INPUTS:
                 self._inputs.clear()
-                self._own.clear()
+                self.own.clear()
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
-            self._own.append(self._inputs[key])
+            self.own.append(self._inputs[key])
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
@@ -299,7 +283,7 @@ class ReplayRun:
                 leaves.append(leaf)
         if not self.looks:  # a dry run looks who keeps them
             self._leaves[index] = leaves
-            self._own += placeholders(leaves)
+            self.own += placeholders(leaves)
         return leaves
 
     def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
@@ -422,7 +406,15 @@ def replay(
     generators = torch.get_rng_state()
     if source.mutable:
         source.save_buffers()
-    run.enter(stored)
+    values = dict[Slot, Tensor]()
+    for name, slot, spec, as_stored in run.entries:
+        rows = stored[name].clone() if source.copies else stored[name]
+        values[slot] = rows if rows.stride() == as_stored else spec.from_rows(rows)
+    for slot in source.wants_grad & values.keys() if torch.is_grad_enabled() else ():
+        leaf = values[slot].detach().requires_grad_()
+        # What the model writes into may not be a leaf.
+        values[slot] = leaf.clone() if source.copies else leaf
+    held = run.begin(values)
     replaced, capture = Replaced(), None
     try:
         take_over(run.modules, run, replaced)
@@ -432,7 +424,12 @@ def replay(
             capture = CaptureRun(plan, call.batch.lengths, size)
             with intercept(capture.plan.modules, capture):
                 output = forward(*args, **kwargs)
-        run.check()
+        # Somebody may hold a placeholder that nobody held before.
+        is_suspect = list(map(sys.getrefcount, run.own)) != held
+        for made in run.scene.made:
+            is_suspect |= made() is not None
+        if is_suspect and (kept := run.scene.kept(run.own, held)):
+            raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
     except Exception as error:
         if is_ours(error):
             torch.set_rng_state(generators)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.cache import engine_callbacks
+from egeria_cache.gate import policy
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
@@ -56,9 +56,7 @@ def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_
             ring_batches=ring_batches,
         ) as cache,
     ):  # fmt: skip
-        patch.setattr(
-            engine_callbacks, "MAX_COST", 0.0
-        )  # the first hit is recomputed, and no other
+        patch.setattr(policy, "MAX_COST", 0.0)  # the first hit is recomputed, and no other
         data = Images(rows)
         loader = EgeriaLoader(
             data, B, shuffle=sampler is None, sampler=sampler and sampler(data), cache=cache,
