@@ -105,7 +105,7 @@ class MemoryHost:
         """Every batch knows its samples."""
         raise AssertionError(reason)
 
-    def note(self, kind: str, seconds: float, rows: int) -> None:
+    def note(self, kind: str, seconds: float) -> None:
         """Not measured here."""
 
 

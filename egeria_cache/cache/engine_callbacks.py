@@ -492,7 +492,7 @@ class EngineCallbacks:
         """Whether what loaders give cannot be cached, and nothing was."""
         return bool(self._status.uncached) and not self._views.everywhere()
 
-    def note(self, kind: str, seconds: float, rows: int) -> None:
+    def note(self, kind: str, seconds: float) -> None:
         """What is done beside calls of the model has taken time; or it is compiled whole."""
         boundary = self._status.boundary
         if kind == "audit":

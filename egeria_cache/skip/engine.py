@@ -203,7 +203,7 @@ class SkipHost(Protocol):
     def is_refused(self) -> bool:
         """Whether the loaders that have given batches can all not be cached."""
 
-    def note(self, kind: str, seconds: float, rows: int) -> None:
+    def note(self, kind: str, seconds: float) -> None:
         """Time of a "proof", of an "audit", or of all that was done "beside" a computed call.
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
@@ -311,7 +311,7 @@ class SkipEngine:
                     if ours.is_done:
                         beside_s = time.perf_counter() - started - ours.seconds
                         with Attempt():  # a figure, and no error of the loop's
-                            self.host.note("beside", beside_s, 0)
+                            self.host.note("beside", beside_s)
             if ours.failure is not None:
                 return self._instead(ours, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
@@ -529,7 +529,7 @@ class SkipEngine:
         plan.settle(key)
         self._share_padding(plan)
         self._publish(plan, call)
-        self.host.note("proof", time.perf_counter() - started, call.batch.size)
+        self.host.note("proof", time.perf_counter() - started)
         if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
         rows, why = capture.rows(), capture.deviation
@@ -647,7 +647,7 @@ class SkipEngine:
         if chosen is not None and self.host.may_audit(call.batch, chosen[0]):
             (mask, waits), started = chosen, time.perf_counter()
             same = self._recomputed(source, call, entry, stored, mask)
-            self.host.note("audit", time.perf_counter() - started, int(mask.sum()))
+            self.host.note("audit", time.perf_counter() - started)
             return same and self._confirmed(wait=waits)
         return self._confirmed()
 
@@ -736,7 +736,7 @@ class SkipEngine:
             started = time.perf_counter()
             if not are_alike(self.model.modules()):
                 self._dry_run(self.boundary, call).hold()
-            self.host.note("proof", time.perf_counter() - started, 0)
+            self.host.note("proof", time.perf_counter() - started)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
 
@@ -859,7 +859,7 @@ class SkipEngine:
         self._is_traced = True
         self.scout.close()
         if self.boundary is not None:
-            self.host.note("compiled", 0.0, 0)
+            self.host.note("compiled", 0.0)
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
@@ -934,7 +934,7 @@ class SkipEngine:
         if self._compiled or is_compiled(self.model):
             self._tell_refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
-            self.host.note("compiled", 0.0, 0)
+            self.host.note("compiled", 0.0)
 
     def knows(self, cut: Cut) -> bool:
         """Whether batches may still enter at this cut."""
