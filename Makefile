@@ -20,7 +20,7 @@ setup: $(STAMP)
 $(STAMP): EXTRA := dev
 $(DEMO_STAMP): EXTRA := demo
 $(DOCS_STAMP): EXTRA := dev,docs
-$(STAMP) $(DEMO_STAMP) $(DOCS_STAMP): pyproject.toml constraints.txt
+$(STAMP) $(DEMO_STAMP) $(DOCS_STAMP): pyproject.toml constraints.txt build_kernel.py egeria_cache/store/kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Egeria needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing PyTorch and what else is needed into $(VENV), once; half a minute to some minutes.'
