@@ -119,7 +119,7 @@ class Generation:
         self._stopped = files if isinstance(files, str) else None
         """Why it serves and takes nothing."""
         self._writer, self._budget = writer, budget
-        self._codec: Codec | None = None if codec == "auto" else Codec.named(codec)
+        self._codec = next((one for one in Codec if one.label == codec), None)
         self._coder = Coder()
         self._storage = storage
         self.num_expected = num_expected

@@ -91,8 +91,7 @@ class Fetched:
         self._view, self._keys, self._entries = view, keys, entries
         self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
-        self.hit = np.zeros(len(keys), np.bool_)
-        self.bare = False
+        self.hit, self.bare = np.zeros(len(keys), np.bool_), False
         self.fields: dict[str, Column] = {}
         """Full B rows each; empty if nothing at all was found."""
         self.num_corrupt = 0

@@ -103,11 +103,8 @@ def test_what_the_storage_cannot_hold_keeps_every_bit(rows, storage):
 @pytest.mark.parametrize("codec", ["raw", "zstd", "split+zstd", "bitmap+split", "auto"])
 @pytest.mark.parametrize("storage", ["float16", "bfloat16", "int8"])
 def test_a_lossy_generation_has_its_own_address_and_states_its_error(directory, storage, codec):
-    batch = {
-        "act": torch.randn(20, 8, 16),
-        "label": torch.arange(20),
-        "ragged": [torch.ones(3)] * 20,
-    }
+    batch = {"act": torch.randn(20, 8, 16), "label": torch.arange(20)}
+    batch["ragged"] = [torch.ones(3)] * 20
     with ActivationStore(directory, codec=codec) as store:
         exact = store.open_generation({"a": 1}).name
         assert store.stats().lossy_error == 0

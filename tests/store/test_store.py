@@ -168,11 +168,10 @@ def test_the_innermost_mount_decides_the_filesystem(monkeypatch, path, expected)
     assert filesystem_type(path) == expected
 
 
-@pytest.mark.parametrize(
-    "made",
-    [ActivationStore, partial(ActivationCache, torch.nn.Linear(2, 2))],
-    ids=["store", "cache"],
-)
+caches = [ActivationStore, partial(ActivationCache, torch.nn.Linear(2, 2))]
+
+
+@pytest.mark.parametrize("made", caches, ids=["store", "cache"])
 def test_a_network_filesystem_is_refused_unless_forced(directory, monkeypatch, made):
     monkeypatch.setattr(place_module.psutil, "disk_partitions", mounts(("/", "nfs")))
     with pytest.raises(StoreError, match=r"network filesystem \(nfs\).*force_network=True"):

@@ -53,11 +53,6 @@ class Codec(IntEnum):
         """Name in settings, manifests and reports."""
         return _LABELS[self]
 
-    @classmethod
-    def named(cls, label: str) -> Codec:
-        """Undo `label`."""
-        return cls(_LABELS.index(label))
-
 
 _LABELS = "raw", "zstd", "split+zstd", "bitmap+split"
 
