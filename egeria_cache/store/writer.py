@@ -1,5 +1,8 @@
 """The one thread that encodes and commits: bounded queue, one transaction for what waits in it.
 
+One thread: with a second one, which encodes the next group while the first commits, 134 MB of raw
+rows took 0.29 s instead of 0.25, packed ones 0.69 instead of 0.72, for both want the interpreter.
+
 Owned by its store, which starts and closes it. It never blocks a caller: what does not fit is
 dropped and counted. It never raises into training: an error stops its generation, with one warning.
 """
