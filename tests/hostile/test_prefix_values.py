@@ -362,8 +362,7 @@ def with_a_unit(find):
 
 @hostile(over={f"{k} in {h}": (OF_A_UNIT[k], HOLDING[h]) for k in OF_A_UNIT for h in HOLDING})
 def test_whatever_changes_of_a_module_that_is_no_child_is_obeyed(run, change, find):
-    model = with_a_unit(find)
-    changed(run, lambda m: change(find(m)), model)
+    changed(run, lambda m: change(find(m)), with_a_unit(find))
 
 
 @hostile(over=HOLDING, silent=True)
@@ -379,6 +378,7 @@ BEHIND = {
     "called behind": lambda m, x: m.back(m.front(x)) * TABLE["scale"],
     "called around it": lambda m, x: m.late_scale(m.front(x)),
     "of a function of its own": lambda m, x: scaled_head(m, m.front(x)),
+    "read before": lambda m, x: (1 + 0.01 * m.step) * m.back(m.front(x)),
 }
 
 
@@ -388,9 +388,9 @@ def scaled_head(model, h):
 
 @hostile(over=BEHIND, silent=True)
 def test_what_only_the_head_reads_is_no_change_of_the_front(run, forward):
-    model = net(forward=forward)
+    model = net(forward=forward, step=0)
     type(model).late_scale = scaled_head
-    each_step = lambda m, step: TABLE.update(scale=1.0 + 0.01 * step)  # noqa: E731
+    each_step = lambda m, n: TABLE.update(scale=1.0 + 0.01 * n) or setattr(m, "step", n)  # noqa: E731
     try:
         trained(run, model=model, each_step=each_step, epochs=4)
     finally:

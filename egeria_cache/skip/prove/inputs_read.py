@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholder
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +193,14 @@ def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
     if not candidates:
         return frozenset()
     known = recompute(traced, list(range(traced.size)))
-    if _same_without(traced, plan, known, candidates):
-        return frozenset(candidates)
-    single = candidates if len(candidates) > 1 else []
-    return frozenset(i for i in single if _same_without(traced, plan, known, [i]))
+    return frozenset(_unused(candidates, partial(_same_without, traced, plan, known)))
+
+
+def _unused(candidates: list[_T], are_unused: Callable[[list[_T]], bool]) -> list[_T]:
+    """Return what may be done without: all together, or else each by itself."""
+    if not candidates or are_unused(candidates):
+        return candidates
+    return [one for one in candidates if len(candidates) > 1 and are_unused([one])]
 
 
 def _same_without(
@@ -211,14 +218,41 @@ def _same_without(
         source = frozenset({Source("argument", "", position)})
         leaves[position] = Placeholder.of(longer, source, scene)
     copied.call = dataclasses.replace(copied.call, leaves=leaves)
+    is_same = _is_same_on(traced, plan, known, copied)
+    scene.finished = True
+    return is_same
+
+
+def _is_same_on(
+    traced: TracedBatch, plan: ReplayPlan, known: Recomputed, copied: ModelCopy
+) -> bool:
+    """Whether the prefix computes the same on a copy in which something cannot be read."""
     with Attempt() as tried:
         other = recompute(traced, known.rows, copied=copied)
-    scene.finished = True
     return (
         tried.error is None
         and not placeholders(other.leaves)
         and all(_same(a, b) for a, b in _needed(plan, known, other))
     )
+
+
+def free_attributes(traced: TracedBatch, plan: ReplayPlan) -> frozenset[tuple[int, str]]:
+    """Return which numbers of modules that are not skipped (an epoch, a schedule of the head's) are
+    read before the boundary returns, and nothing that it computes makes use of them.
+    """
+    named = [(module, key) for _, module, keys in plan.around() for key in keys]
+    found = [pair for pair in named if type(vars(pair[0]).get(pair[1])) in (int, float)]
+    for rows in ([0, traced.size - 1], list(range(traced.size))) if found else ():
+        known = recompute(traced, rows)
+
+        def are_free(pairs: list[tuple[nn.Module, str]], known: Recomputed = known) -> bool:
+            copied = traced.copies.fresh()
+            for module, key in pairs:
+                setattr(copied.of(module), key, _unreadable(type(vars(module)[key])))
+            return _is_same_on(traced, plan, known, copied)
+
+        found = _unused(found, are_free)
+    return frozenset((id(module), key) for module, key in found)
 
 
 def _needed(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> Iterator[tuple[Any, Any]]:
@@ -243,12 +277,20 @@ def _unreadable(kind: type) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
         raise LookupError("it is read")
 
+    def goes_on(self: Any, *others: Any) -> Any:
+        return self if all(isinstance(one, int | float) for one in others) else refuse()
+
     asked = {name: refuse for name in dir(kind) if name not in _OF_EVERY_OBJECT}
+    asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
     return type(
         "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}
     )()
 
 
+_ARITHMETIC = {
+    f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")
+}
+"""What only makes another number of numbers."""
 _OF_EVERY_OBJECT = {*dir(object)} - {
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
     "__format__", "__sizeof__",

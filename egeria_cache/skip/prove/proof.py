@@ -20,7 +20,12 @@ from egeria_cache.skip.prove.independence import (
     check_trained,
     same_parts,
 )
-from egeria_cache.skip.prove.inputs_read import free_arguments, note_reads, observe
+from egeria_cache.skip.prove.inputs_read import (
+    free_arguments,
+    free_attributes,
+    note_reads,
+    observe,
+)
 from egeria_cache.skip.prove.lengths import (
     compared,
     fillings,
@@ -106,6 +111,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.draws = any(part.drew for part in parts)
     _check_draws(plan, trace)
     note_reads(plan, seen, repeats.moving)
+    if trace is not None and not trace.branches:  # where a value decides, others might read them
+        plan.attributes -= free_attributes(traced, plan)
     plan.free = free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
