@@ -202,7 +202,7 @@ class Pass:
         waiting = self._planner.undispatched
         if not (self._loads_here and waiting) or torch.autograd._profiler_enabled():
             return None
-        task = waiting.popleft().misses()
+        task = waiting.popleft()
         if task.indices is None:
             return Loaded(task.number, None, frozenset())
         return self._source.load_planned(task)

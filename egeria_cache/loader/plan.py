@@ -93,6 +93,8 @@ class Plan:
 
     task: Task
     """All of its samples."""
+    misses: Task
+    """Those that DataLoader's workers have to load."""
     entry: PlannedEntry | None = None
     """Where the hits enter the model; None if every sample is to be loaded."""
     control: PlannedEntry | None = None
@@ -101,14 +103,6 @@ class Plan:
     """Whether hits are loaded as well, for what stands beside what is stored."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
-
-    def misses(self) -> Task:
-        """Return the samples that DataLoader's workers have to load."""
-        if self.entry is None or self.loads_hits:
-            return self.task
-        if not self.entry.num_misses:
-            return Task(self.task.number, None, (), (), None)
-        return self.task.take(~self.entry.hit)
 
 
 def best_entry(
@@ -182,8 +176,8 @@ class Planner:
         """Whether all of the batch that was planned last is to be read."""
         self.planned: deque[Plan] = deque()
         """Beyond what was taken."""
-        self.undispatched: deque[Plan] = deque()
-        """Those of them that are still to be loaded."""
+        self.undispatched: deque[Task] = deque()
+        """What of them is still to be loaded."""
         self.is_midway = False
         """Whether more batches are to come than the last few, ahead of need."""
         self._unread: deque[PlannedEntry] = deque()
@@ -194,7 +188,7 @@ class Planner:
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
         while self.undispatched or self._draw(*self._outlook()):
-            yield self.undispatched.popleft().misses()
+            yield self.undispatched.popleft()
 
     def take_indices(self) -> list[Any] | None:
         """Return what the sampler draws next, past all planning: only while nothing is `planned`.
@@ -286,7 +280,7 @@ class Planner:
         for plan in plans or self._unknown(batches, seeds_all, self._next_number):
             self._next_number += 1
             self.planned.append(plan)
-            self.undispatched.append(plan)
+            self.undispatched.append(plan.misses)
             if plan.entry is not None:
                 self._unread.append(plan.entry)
         return True
@@ -295,9 +289,10 @@ class Planner:
         """Return plans of samples of which no more can be told than what the sampler drew."""
         seed = None if seeds_all is None else self._source.seed
         return [
-            Plan(Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all)))
+            Plan(task, task)
             for number, indices in enumerate(batches, first)
             for ids in [[("", repr(index)) for index in indices]]
+            for task in [Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all))]
         ]
 
     def _plans(
@@ -327,13 +322,11 @@ class Planner:
             if studies and not is_control and (loads_hits or not self._is_read):
                 compares = source.has_own_collate
                 task = task._replace(axes=source.axes, places=together, compares=compares)
-            plans.append(
-                Plan(
-                    task,
-                    None if is_control else entry,
-                    entry if is_control else None,
-                    loads_hits=loads_hits,
-                )
-            )
+            misses, control = task, entry if is_control else None
+            entry = None if is_control else entry
+            if entry is not None and not loads_hits:
+                nothing = Task(number, None, (), (), None)
+                misses = task.take(~entry.hit) if entry.num_misses else nothing
+            plans.append(Plan(task, misses, entry, control, loads_hits=loads_hits))
             start = stop
         return plans
