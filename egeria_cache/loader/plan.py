@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +55,7 @@ _PERMUTES = {(_ACCELERATE, "SeedableRandomSampler")}
 """They draw as `RandomSampler` does. All of these by name: nothing of theirs is imported here."""
 _LAST = 2
 """Batches of an epoch that it takes to commit what waits: the next one looks for it."""
-_IS_IDLE = attrgetter("generation.is_idle")
+_GENERATION, _IS_IDLE = attrgetter("generation"), attrgetter("generation.is_idle")
 _MOST_AT_ONCE = 8
 """Batches that are planned with one look-up."""
 
@@ -309,7 +309,8 @@ class Planner:
         together = studies and source.study.company is not None
         loads_hits = together or (studies and source.is_steady)
         stored = source.stored_as(draws) if source.is_steady else draws
-        places = [(view, view.generation.locate(ids, variant=stored)) for view in views]
+        located = map(methodcaller("locate", ids, variant=stored), map(_GENERATION, views))
+        places = [*zip(views, located, strict=True)]
         seed = None if seeds_all is None else source.seed
         plans = []
         for number, indices in enumerate(batches, first):
