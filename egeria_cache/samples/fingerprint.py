@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +80,8 @@ class _Reads(TorchDispatchMode):
 
 
 def _place(value: Any) -> int:
-    return value.data_ptr() if isinstance(value, Tensor) and value.layout == torch.strided else 0
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return value.data_ptr() if is_plain else 0
 
 
 def look(

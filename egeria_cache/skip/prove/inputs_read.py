@@ -242,16 +242,16 @@ def free_attributes(traced: TracedBatch, plan: ReplayPlan) -> frozenset[tuple[in
     """
     named = [(module, key) for _, module, keys in plan.around() for key in keys]
     found = [pair for pair in named if type(vars(pair[0]).get(pair[1])) in (int, float)]
-    for rows in ([0, traced.size - 1], list(range(traced.size))) if found else ():
-        known = recompute(traced, rows)
 
-        def are_free(pairs: list[tuple[nn.Module, str]], known: Recomputed = known) -> bool:
-            copied = traced.copies.fresh()
-            for module, key in pairs:
-                setattr(copied.of(module), key, _unreadable(type(vars(module)[key])))
-            return _is_same_on(traced, plan, known, copied)
+    def are_free(known: Recomputed, pairs: list[tuple[nn.Module, str]]) -> bool:
+        copied = traced.copies.fresh()
+        for module, key in pairs:
+            setattr(copied.of(module), key, _unreadable(type(vars(module)[key])))
+        return _is_same_on(traced, plan, known, copied)
 
-        found = _unused(found, are_free)
+    for rows in ([0, traced.size - 1], list(range(traced.size))):
+        if found:
+            found = _unused(found, partial(are_free, recompute(traced, rows)))
     return frozenset((id(module), key) for module, key in found)
 
 
