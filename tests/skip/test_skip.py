@@ -71,7 +71,7 @@ def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
     assert_same_run(harness, call, [[8, 1, 9, 3, 2, 10, 11, 4]], exact=False)
     assert harness.host.num_loads == 2
     assert_same_run(harness, call, [[8, 12, 9, 13, 2, 14, 11, 4]], exact=False)
-    assert [way for way, _ in taken] == "full prefix replay replay prefix replay".split()
+    assert [way for way, _ in taken] == ["full", "prefix", "replay", "replay", "prefix", "replay"]
     assert LEAST["rows"] == 8  # as after whole batches
 
 
