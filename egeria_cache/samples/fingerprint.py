@@ -43,9 +43,11 @@ MAX_ASKED = 2
 """How often samples are asked at once about one thing that moves; then as time allows."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
-_MAX_TENSORS = 256
-"""Of the data that are looked at for each batch: 50 ns each."""
+_MAX_TENSORS = 64
+"""Of the data that are looked at for each batch, those that train first: half a microsecond each
+between the steps of a training, in which memory is cold."""
 _version = attrgetter("_version")
+
 FREE_S = 0.05
 """What looking may take besides: in short runs all is looked at, and with each batch."""
 
@@ -202,7 +204,8 @@ class Fingerprint:
     def _note_tensors(self) -> None:
         left_out = self._left_out
         held = (one.where for one in self._glance.places if not is_below(one.path, left_out))
-        self._tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
+        tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
+        self._tensors = sorted(tensors, key=attrgetter("requires_grad"), reverse=True)
         del self._tensors[_MAX_TENSORS:]
         self._noted = self._glance
 
