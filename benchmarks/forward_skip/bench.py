@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,5 +194,8 @@ def opened(
 
 
 def wait_for_readers(cache: ActivationCache) -> None:
-    for done in [cache.api.readers.submit(time.sleep, 0.01) for _ in range(8)]:
+    """Return once none of them reads: each has come to the same point."""
+    count = cache.api.readers._threads._max_workers
+    together = threading.Barrier(count)
+    for done in [cache.api.readers.submit(together.wait) for _ in range(count)]:
         done.result()
