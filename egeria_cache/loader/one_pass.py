@@ -177,7 +177,7 @@ class Pass:
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
             except Exception:
-                with self._beside():
+                with self._beside():  # only what fails goes through the gate
                     raise
         batch = self._assembly.assemble(plan, loaded)
         if self._progress.drawn:

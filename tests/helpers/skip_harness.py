@@ -40,10 +40,7 @@ class FakeHost:
     stored: dict = field(default_factory=dict)
     refusals: list = field(default_factory=list)
     changes: list = field(default_factory=list)
-    thaws: list = field(default_factory=list)
-    told: list = field(default_factory=list)
     num_loads: int = 0
-    raise_refusals: bool = False
     idle: dict = field(default_factory=dict)
 
     def cut_found(self, batch, cut):
@@ -64,12 +61,6 @@ class FakeHost:
 
     entry_at = audited
 
-    def audit_leaves(self, batch, rows, loaded):
-        return True
-
-    def audit_failed(self, batch, rows, finding):
-        raise AssertionError(finding)
-
     def prefix_changed(self, reason, *, unlink=False):
         self.changes.append(reason)
         self.stored.clear()
@@ -82,25 +73,14 @@ class FakeHost:
 
     def refused(self, error, *, at_first=False):
         self.refusals.append(error)
-        if self.raise_refusals:
-            raise error
 
-    def called(self, batch=None):
+    def called(self, *told):
         return None
 
-    postpones = called
+    postpones = thawed = uncached = note = called
 
     def is_refused(self):
         return False
-
-    def thawed(self, name, cut):
-        self.thaws.append((name, cut))
-
-    def uncached(self, reason, remedy):
-        self.told.append(reason)
-
-    def note(self, kind, seconds):
-        return None
 
 
 class Harness:

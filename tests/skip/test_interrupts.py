@@ -132,3 +132,11 @@ def test_an_interrupt_at_any_line_leaves_no_module_taken_over():
         assert left == [False, False, True], f"interrupted at line {number} of {whole.count}"
         assert modules[2].forward is own
         calls.LOCAL.active.clear()
+
+
+def test_what_waits_for_a_module_s_hooks_is_done_by_a_thread_that_has_taken_nothing_over():
+    module, done = nn.Identity(), []
+    module.register_forward_hook(lambda *_: None)
+    calls.when_returned(module, lambda: done.append(module))
+    module(None)
+    assert done == [module]

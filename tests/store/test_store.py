@@ -22,6 +22,13 @@ from tests.store.conftest import keep, random_rows, warnings_of
 rows = partial(random_rows, width=16)
 
 
+def test_a_bare_tensor_comes_back_bare_in_the_order_asked(store):
+    keep(store, range(40), rows(range(40)))
+    got, hit = store.get_batch([7, 3, 99, 39, 3])
+    assert hit.tolist() == [True, True, False, True, True]
+    assert torch.equal(got, torch.cat([rows([7, 3]), torch.zeros(1, 16), rows([39, 3])]))
+
+
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_what_is_not_stored_is_zeros_in_every_dtype(store, way):
     for dtype in {*DTYPES.values()} - {torch.complex32}:  # which torch warns of

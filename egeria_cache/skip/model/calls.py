@@ -91,7 +91,8 @@ def when_returned(module: nn.Module, then: Callable[[], None]) -> None:
         places = [*itertools.chain.from_iterable(blocks)]
         ours = [own.get(key) for own, key, _ in places]
         try:
-            put_back(blocks[0])
+            if blocks:  # else another thread has called the module meanwhile
+                put_back(blocks[0])
             with Attempt():
                 then()
         finally:

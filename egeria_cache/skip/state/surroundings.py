@@ -110,7 +110,9 @@ class Surroundings:
         if known is None or known[0] != of or known[1].has_moved():
             own = [Names("", vars(module), (key,)) for module, key in moving]
             known = of, self._snapshot(roots, [*self._places, *own], self._outside)
-        self._last = known if known[1].may_last else None
+            if not known[1].may_last:
+                return known[1]
+        self._last = known
         return known[1]
 
     def _is_beyond(self, value: Any) -> bool:
