@@ -34,7 +34,7 @@ from egeria_cache.skip.model.frozen import (
 )
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
-from egeria_cache.skip.prove.dry_run import DryRun, Outcome
+from egeria_cache.skip.prove.dry_run import DryRun, Outcome, before_in_sequence
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
@@ -734,7 +734,10 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            if not are_alike(self.model.modules()):
+            own = getattr(self._attached, "__wrapped__", None)
+            if (before := before_in_sequence(self.model, self.boundary, own)) is not None:
+                self._held.extend(before)
+            elif not are_alike(self.model.modules()):
                 self._dry_run(self.boundary, call).hold()
             self.host.note("proof", time.perf_counter() - started)
             self._is_held = True

@@ -16,10 +16,6 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || UINTPTR_MAX != UINT64_MAX
-#error "only where numbers lie as on the disk, and a size has 64 bits"
-#endif
-
 #if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 /* which alone can choose at load */
 #define VECTORISED __attribute__((target_clones("arch=x86-64-v3", "default")))
 enum { LIBRARY_BYTES = 240 }; /* as many are hashed by the library, more while they are copied */
@@ -108,16 +104,14 @@ VECTORISED static int64_t expand(const uint8_t *bits, const uint8_t *values, int
 struct decoder {
     zstd_fn *zstd;
     void *context;
-    int64_t width;
-    int64_t floating;
+    int64_t width, floating;
 };
 
 /* Return `promised` bytes that were stored in `stored` bytes, packed or not; NULL if they are not.
    What is packed goes to `room`. */
 static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, uint64_t stored,
                                int packed, uint64_t promised, uint8_t *room) {
-    if (!packed) return stored == promised ? from : NULL;
-    if (!promised) return NULL;
+    if (!packed || !promised) return !packed && stored == promised ? from : NULL;
     return with->zstd(with->context, room, promised, from, stored) == promised ? room : NULL;
 }
 
@@ -262,8 +256,8 @@ struct batch {
     uint64_t decode_bytes, room_bytes;
     hash_fn *hash;
     zstd_fn *zstd;
-    int64_t waits;               /* for the disk; else what is not in memory stays ABSENT */
-    int64_t count, *num_drawn;   /* of the records; of those that a thread has read or will */
+    int64_t waits, count;        /* for the disk, else what is not in memory stays ABSENT; records */
+    int64_t *num_drawn;          /* of those that a thread has read or will */
 };
 
 /* Where a file that is mapped was cut short, or the disk cannot read it, touching it is a signal that
@@ -374,8 +368,8 @@ static uint64_t place_of(const struct batch *of, int64_t i) {
 static int was_waited_for(const uint8_t *record, int64_t waits_before) {
     const int64_t before_ns = now_ns();
     uint8_t byte;
-    return copied(&byte, record, sizeof byte, NULL, NULL) && now_ns() - before_ns > 4000 /* as no memory takes */
-           && num_waits() > waits_before;
+    return copied(&byte, record, sizeof byte, NULL, NULL) /* memory takes no 4 us */
+           && now_ns() - before_ns > 4000 && num_waits() > waits_before;
 }
 
 /* Read what no other thread has drawn. Where a record was not in memory, all that are left are asked
@@ -408,7 +402,7 @@ static enum { FREE, WANTED, MET } helper_is;
 static struct batch helped;
 
 static void *help(void *nothing) {
-    if (__atomic_fetch_add(&helper_is, 1, __ATOMIC_ACQ_REL) == WANTED) read_drawn(&helped);
+    if (__sync_fetch_and_add(&helper_is, 1) == WANTED) read_drawn(&helped);
     else __atomic_store_n(&helper_is, FREE, __ATOMIC_RELEASE);
     return nothing;
 }
@@ -416,25 +410,22 @@ static void *help(void *nothing) {
 /* Read records, each of which holds all columns, to the rows of the same numbers. */
 void egeria_read(struct batch *of) {
     struct stat file;
-    sigset_t blocked, before;
+    sigset_t bus_error, before;
     pthread_t helper;
     int64_t num_drawn = 0;
     of->num_drawn = &num_drawn;
     if (fstat((int)of->descriptor, &file) || !of->map) of->map_bytes = 0;
     else if ((uint64_t)file.st_size < of->map_bytes) of->map_bytes = (uint64_t)file.st_size;
     handle_bus_errors();
-    sigfillset(&blocked), sigdelset(&blocked, SIGBUS); /* which kills where it is blocked */
-    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    sigemptyset(&bus_error), sigaddset(&bus_error, SIGBUS); /* which kills where it is blocked */
+    pthread_sigmask(SIG_UNBLOCK, &bus_error, &before);
     int is_helped = of->other && __sync_bool_compare_and_swap(&helper_is, FREE, WANTED);
     if (is_helped) {
         helped = *of, helped.room += of->room_bytes, helped.context = of->other;
         if (pthread_create(&helper, NULL, help, NULL)) is_helped = helper_is = FREE;
     }
-    blocked = before, sigdelset(&blocked, SIGBUS);
-    pthread_sigmask(SIG_SETMASK, &blocked, NULL);
     read_drawn(of);
-    if (is_helped && __atomic_fetch_add(&helper_is, 1, __ATOMIC_ACQ_REL) == WANTED)
-        pthread_detach(helper);
+    if (is_helped && __sync_fetch_and_add(&helper_is, 1) == WANTED) pthread_detach(helper);
     else if (is_helped)
         pthread_join(helper, NULL), __atomic_store_n(&helper_is, FREE, __ATOMIC_RELEASE);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

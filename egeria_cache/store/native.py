@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import os
+import sys
 import threading
 import weakref
 from array import array
@@ -136,7 +137,8 @@ class Unpacker:
 def kernel() -> Kernel | None:
     """Return the compiled functions; None where they, or what they need, are not there."""
     path = Path(__file__).with_name(LIBRARY_NAME)
-    if os.environ.get(SWITCH) == "0" or not path.exists():
+    as_on_disk = sys.byteorder == "little" and sys.maxsize >> 32
+    if not as_on_disk or os.environ.get(SWITCH) == "0" or not path.exists():
         return None
     try:
         library = ctypes.CDLL(str(path))
