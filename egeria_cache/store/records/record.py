@@ -136,23 +136,26 @@ class Encoded:
         chosen: list[Any] = [one and [*compress(one, wanted)] for one in columns]
         return Encoded(self.layout, *chosen)
 
-    def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], bytes]]:
+    def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], memoryview]]:
         """Yield where each of some neighbours begins, and their bytes, each record at a multiple of
-        8: so many bytes together at most, or one record that is more.
+        8: so many bytes together at most, or one record that is more. They lie in one place, in
+        turns: new memory for each took a fifth of what writing takes.
         """
-        starts, pieces, end = list[int](), list[Any](), 0
+        room, starts, end = memoryview(bytearray(most_bytes)), list[int](), 0
         for size, own in zip(self.sizes, self.pieces, strict=True):
-            padding = -size % ALIGNMENT
-            if starts and end + size + padding > most_bytes:
-                yield starts, b"".join(pieces)
-                starts, pieces, end = [], [], 0
+            if starts and end + aligned(size) > most_bytes:
+                yield starts, room[:end]
+                starts, end = [], 0
+            if aligned(size) > len(room):
+                room = memoryview(bytearray(aligned(size)))
             starts.append(end)
-            pieces += own
-            if padding:
-                pieces.append(bytes(padding))
-            end += size + padding
+            for piece in own:
+                room[end : end + len(piece)] = piece
+                end += len(piece)
+            room[end : aligned(end)] = bytes(-end % ALIGNMENT)
+            end = aligned(end)
         if starts:
-            yield starts, b"".join(pieces)
+            yield starts, room[:end]
 
 
 def encode_rows(
