@@ -114,10 +114,11 @@ class Fetched:
             if native is None
             else self._read_together(native, layout)
         )
-        if self.hit.any():
+        num_hits = np.count_nonzero(self.hit)
+        if num_hits:
             self.fields = dict(zip([one.name for one in layout.fields], columns, strict=True))
-        missing = np.flatnonzero(~self.hit).tolist()
-        for column in self.fields.values():
+        missing = np.flatnonzero(~self.hit).tolist() if num_hits < len(self._keys) else ()
+        for column in self.fields.values() if missing else ():
             if isinstance(column, Tensor):
                 for row in missing:  # indices are not taken for every dtype
                     column[row].zero_()
@@ -139,6 +140,8 @@ class Fetched:
             if one.storage is not None and one.dtype is not None:
                 columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         self.hit = found == INTACT
+        if np.count_nonzero(self.hit) == len(found):
+            return columns
         for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
             if found[row] == ABSENT:
                 raise NotInMemoryError
