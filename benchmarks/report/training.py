@@ -112,7 +112,7 @@ def _methods(name: str, task: Report) -> Table:
         "to a relaxed metric", f"final {task.get('metric', 'metric')}", "deviations worse",
         "forward frozen", "hits", "disk",
     ]  # fmt: skip
-    return Table(title=f"{name}: {task.get('title', '')}", columns=columns, rows=rows)
+    return Table(title=_title(name, task), columns=columns, rows=rows)
 
 
 def _sweep(name: str, sweep: Report) -> Table:
@@ -127,8 +127,13 @@ def _sweep(name: str, sweep: Report) -> Table:
          bytes_(own["bytes_on_disk"])],
     ]  # fmt: skip
     columns = ["", "time", "as fast", "best metric", "disk"]
-    when = f", {sweep['environment']['date']}" if "environment" in sweep else ""
-    return Table(title=f"{name}: {sweep.get('title', '')}{when}", columns=columns, rows=rows)
+    return Table(title=_title(name, sweep), columns=columns, rows=rows)
+
+
+def _title(name: str, measured: Report) -> str:
+    own = measured.get("environment")
+    when = f", {own['date']}, {own['cpu']}" if own else ""
+    return f"{name}: {measured.get('title', '')}{when}"
 
 
 def controller(section: Section, report: Report) -> None:

@@ -11,8 +11,8 @@ about, three of the others. With --jobs several processes measure other seeds an
 each other, so that each has a neighbour that is as busy as itself. Every finished run is kept in
 runs/time_to_accuracy/, so that the same command goes on where an interrupted one was; --render
 only makes the tables from what is there. Writes benchmarks/results/time_to_accuracy.json, .png
-(metric over time) and _speedups.png (not with --quick); of what is there the sweeps alone, if
-no more is asked for.
+(metric over time) and _speedups.png (not with --quick); of what is there only what is asked for:
+sweeps, and tasks of which all runs are finished.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ def render(options: argparse.Namespace, work: Work) -> dict[str, Any]:
             "shortened_to": task.shortened_to,
             "suggestion": suggestion_for(task, options.directory) if task.suggest_steps else None,
             "complete": len(runs) == sum(options.counts.values()),
+            "environment": report["environment"],
         }  # fmt: skip
         if summary is not None:
             report["tasks"][name]["findings"] = findings(report["tasks"][name])
@@ -287,10 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report("time_to_accuracy", report, options)
     if not options.quick and (options.task == names or options.render):
         keep("time_to_accuracy", report, plot)
-    elif not options.quick and not options.tasks:  # minutes, where the rest takes hours
+    elif not options.quick:  # minutes, where all takes hours
         known = json.loads((RESULTS / "time_to_accuracy.json").read_text())
-        known["sweeps"] |= report["sweeps"]
-        keep("time_to_accuracy", known | {"verdicts": _rounded(verdicts(known))}, plot)
+        whole = {name: task for name, task in report["tasks"].items() if task["complete"]}
+        if whole or report["sweeps"]:
+            known["tasks"] |= whole
+            known["sweeps"] |= report["sweeps"]
+            keep("time_to_accuracy", known | {"verdicts": _rounded(verdicts(known))}, plot)
     return 0
 
 
