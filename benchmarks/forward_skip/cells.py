@@ -88,7 +88,7 @@ def measure(bench: Bench, boundary: str, stop: int, directory: Path) -> dict[str
         "first_batch_s": round(first_batch_s, 3),
         "write_extra_s": round(extra_s, 4),
         "break_even_epoch": round(1 + extra_s / saving_s, 2) if saving_s > 0 else None,
-        "gate": judged(decision, times.ratio("hit", "frozen")),
+        "gate": judged(decision, boundary, times.ratio("hit", "frozen")),
     }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from egeria_cache.errors import BoundaryError
 from egeria_cache.gate import Counters, ServingPolicy
 from egeria_cache.prefetch import Views
-from egeria_cache.skip import SkipEngine, module_named
+from egeria_cache.skip import Cut, SkipEngine, module_named
 
 log = logging.getLogger("egeria")
 
@@ -37,7 +37,7 @@ class Status:
     is_proved: bool = False
     """Whether the model was cut under this boundary: it is no mistake of whoever set it."""
     num_moves: int = 0
-    """How often the boundary has moved."""
+    """How often the boundary, or the cut before it, has moved."""
     uncached: dict[str, str] = field(default_factory=dict)
     """Loaders whose samples cannot be cached, and why."""
     together: dict[str, str] = field(default_factory=dict)
@@ -135,6 +135,19 @@ class Boundary:
         self.engine.set_boundary(name, frozen=frozen)
         self._void_unknown()
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
+
+    def look_earlier(self, cut: Cut) -> None:
+        """Cut before the last frozen module, if that is found to be better."""
+        found = None
+        if cut.boundary == self.engine.frozen:
+            found = self._status.policy.look_earlier(cut.profile)
+        if found is None:
+            return
+        where, why = found
+        log.info("the model is %s", why)
+        self.engine.set_boundary(where, frozen=self.engine.frozen)
+        self._status.num_moves += 1
+        self._void_unknown()
 
     def _void_unknown(self) -> None:
         """Void the views of cuts that lie beyond the boundary now."""

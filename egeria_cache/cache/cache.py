@@ -27,6 +27,7 @@ from egeria_cache.augment import Operation, commutes
 from egeria_cache.cache.boundary import Boundary, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi
+from egeria_cache.device import device_of, runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats, ServingPolicy
@@ -137,7 +138,8 @@ class ActivationCache:
             self.directory, limit=settings["limit"], codec=settings["codec"],
             force_network=settings["force_network"],
         )  # fmt: skip
-        policy = ServingPolicy(gate, is_stored=self._store.was_used)
+        overlap = 0.95 if runs_late(device_of(model)) else 0.5
+        policy = ServingPolicy(gate, overlap, is_stored=self._store.was_used)
         self._status = status = Status(gate, policy)
         self._readers = ReaderThreads()
         host = EngineCallbacks(model, self._store, status, settings["audit_rate"])

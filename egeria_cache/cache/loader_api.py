@@ -248,6 +248,8 @@ class LoaderApi:
         if why is not None:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)
             status.views.void(lambda view: view.loader_name == loader_name, unlink=False)
+        elif policy.seeks_cut and kind != "served" and view is not None:
+            self._boundary.look_earlier(view.cut)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO."""

@@ -1,4 +1,4 @@
-"""Whether a loader is served: decided by whole steps, which are counted here.
+"""Whether a loader is served and from which cut: decided by whole steps, which are counted here.
 
 A step is taken from one request for a batch to the next: waiting, forward, backward and optimizer
 together, so that it holds on a device that runs behind the host, and whatever the dataset costs.
@@ -26,6 +26,7 @@ import random
 import time
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from statistics import median_low
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from egeria_cache.batch import Batch, Entry
 from egeria_cache.gate.schedule import Schedule
 from egeria_cache.gate.stats import CacheStats
+from egeria_cache.skip import Step
 
 log = logging.getLogger("egeria")
 _CLOSED = (
@@ -46,6 +48,10 @@ MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
 MAX_UNSEEN = 3
 """Batches that may be yielded without the model having been called, before that is said."""
+_MIN_GAIN = 0.05
+"""Part of the prefix that another cut must save more: below it, noise decides."""
+_READ_S, _READ_S_PER_BYTE = 20e-6, 0.5e-9
+"""What it costs to look a sample up, and to decode and copy a byte of its activation."""
 Kind = Literal["served", "computed", "captured", "partial"]
 """Read, at least half of it; loaded and computed as without a cache; computed and stored; mostly
 that, with some rows that were read."""
@@ -304,10 +310,12 @@ class ServingPolicy:
 
     Args:
         mode: "auto" decides by what is measured; "always" and "never" only keep the figures.
+        overlap: Part of reading that costs the training thread nothing. On the CPU the readers
+            take cores (and the interpreter) from what is computed.
         is_stored: Whether an earlier run has left something.
     """
 
-    def __init__(self, mode: str, *, is_stored: bool = False) -> None:
+    def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
         self.num_epochs = dict[str, int]()
         """How many the last run had, by a loader's name and its number of batches."""
         self.mode = mode
@@ -320,12 +328,15 @@ class ServingPolicy:
         """What proofs have taken so far."""
         self.beside_s = 0.0
         """What the cache has taken between two passes."""
+        self.seeks_cut = mode == "auto"
+        """Whether it was not yet looked for a cut before the frozen boundary."""
         self._loaders = set[str]()
         """Which have begun a pass."""
         self._unnoted_s = 0.0
         """Taken by the cache in a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
-        self._is_stored = is_stored
+        self._overlap, self._is_stored = overlap, is_stored
+        self._earlier: str | None = None
         self.timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
         """By loader and boundary."""
         self.schedules: dict[str, Schedule] = {}
@@ -338,6 +349,7 @@ class ServingPolicy:
         self.idle.clear()
         for known in self.schedules.values():  # what was measured was of the other one
             known.forget()
+        self._earlier, self.seeks_cut = None, self.mode == "auto"
 
     # ---- is it worth a proof? -----------------------------------------------------------------
 
@@ -419,6 +431,19 @@ class ServingPolicy:
         self.idle[loader] = why
         return why
 
+    def look_earlier(self, profile: tuple[Step, ...]) -> tuple[str, str] | None:
+        """Look once for a cut before the frozen boundary; return where and why, if there is one."""
+        self.seeks_cut = not profile
+        found = choose(profile, self._overlap)
+        if found is None or found is profile[-1]:
+            return None
+        last = profile[-1]
+        self._earlier = (
+            f"cut at {found.name!r}, whose output is smaller: {found.row_bytes:,} bytes a sample, "
+            f"{last.row_bytes:,} at {last.name!r}"
+        )
+        return found.name, self._earlier
+
     # ---- figures ------------------------------------------------------------------------------
 
     def sentence(self, boundary: str | None) -> str:
@@ -430,9 +455,38 @@ class ServingPolicy:
                 found[loader] = f"on: {timer.verdict[1]}"
         named = {loader.rpartition("#")[0]: what for loader, what in found.items()}
         said = [f"{name!r} {what}" if len(named) > 1 else what for name, what in named.items()]
-        return "; ".join(said)
+        return "; ".join([*said, self._earlier] if self._earlier else said)
 
     @property
     def saved_s(self) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost."""
         return sum(timer.saved_s for timer in self.timers.values()) - self.beside_s
+
+
+def choose(profile: Sequence[Step], overlap: float) -> Step | None:
+    """Choose where to cut among the modules that returned before the frozen boundary did.
+
+    Skipping saves the forward of the prefix, and costs the reading of what is stored in its place.
+    An early activation may be five times the input and a later one one and a half, so the last
+    frozen module is not always the best.
+
+    Args:
+        profile: `Cut.profile`, in execution order; the last one is the frozen boundary.
+        overlap: Part of the reading that runs while the model computes, in [0, 1].
+
+    Returns:
+        None where no cut saves enough.
+    """
+
+    def saving(step: Step) -> float:
+        read_s = _READ_S + step.row_bytes * _READ_S_PER_BYTE
+        return step.seconds_per_sample - (1 - overlap) * read_s
+
+    possible = [step for step in profile if step.row_bytes > 0]
+    if not possible:
+        return None
+    least, last = _MIN_GAIN * profile[-1].seconds_per_sample, profile[-1]
+    best = max(possible, key=saving)
+    if last in possible and saving(best) - saving(last) <= least:
+        best = last
+    return best if saving(best) > least else None

@@ -19,7 +19,7 @@ from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
 from egeria_cache.skip.prove.cut_points import blocks, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
-from egeria_cache.skip.serve.cut import Cut
+from egeria_cache.skip.serve.cut import Cut, Step
 
 __all__ = [
     "MAX_CHAINS",
@@ -28,6 +28,7 @@ __all__ = [
     "RandomState",
     "SkipEngine",
     "SkipHost",
+    "Step",
     "blocks",
     "differs_in_training",
     "groups_of",

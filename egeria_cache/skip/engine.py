@@ -970,6 +970,7 @@ class SkipEngine:
             read=frozenset(dropped.union(*(leaves[i] for i in plan.entered))),
             fields=self._addresses.of(fields),
             growth=plan.row_growth(),
+            profile=plan.profile,
         )
         self._plans.add(plan)
         self._thaw.watch(self.model, self._held, plan.reads)

@@ -1,14 +1,43 @@
 """The gate: skipping goes on exactly where whole steps are measured to be faster."""
 
 import logging
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from egeria_cache import EgeriaLoader
-from egeria_cache.gate import ServingPolicy
+from egeria_cache import ActivationCache, EgeriaLoader
+from egeria_cache.gate import ServingPolicy, policy
 from egeria_cache.gate.policy import StepTimer
-from tests.helpers.nets import Images, sgd, train_steps
+from egeria_cache.skip.serve.cut import Step
+from tests.helpers.nets import Images, Net, freeze, sgd, train_steps
 from tests.helpers.runs import cached, run
+
+STEPS = [
+    Step("stem", seconds_per_sample=1e-4, row_bytes=400_000),
+    Step("layer1", seconds_per_sample=1e-3, row_bytes=200_000),
+    Step("layer2", seconds_per_sample=2e-3, row_bytes=100_000),
+]
+GROWN = [*STEPS, Step("up", seconds_per_sample=2.05e-3, row_bytes=1_600_000)]
+"""The last frozen module expands its input sixteen times, and costs next to nothing."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "overlap", "cut"),
+    [
+        (GROWN, 0.5, "layer2"),
+        (GROWN, 0.0, "layer2"),
+        (GROWN, 1.0, "up"),
+        (STEPS, 1.0, "layer2"),
+        (STEPS[:1], 0.0, None),
+        ([replace(STEPS[0], row_bytes=0), STEPS[1]], 1.0, "layer1"),
+        ([replace(STEPS[0], row_bytes=0)], 1.0, None),
+    ],
+)
+def test_the_cut_that_saves_most_is_chosen_and_none_while_the_front_is_cheap(steps, overlap, cut):
+    found = policy.choose(steps, overlap)
+    assert (None if found is None else found.name) == cut
 
 
 def timer_of(computed, served, num_served=20, *, captured=None, proof_s=0.0):
@@ -104,7 +133,7 @@ SLOW = [*[("computed", 2.0)] * 9, *[("computed", 50.0)] * 5, ("served", 0.5)]
     ],
 )
 def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
-    every = ServingPolicy("auto")
+    every = ServingPolicy("auto", 0.5)
     every.timers["train", "layer1"], every.beside_s = timer, 2.0
     assert (timer.saved_s, every.saved_s) == pytest.approx((saved, saved - 2))
 
@@ -160,3 +189,42 @@ def test_an_epoch_ends_with_one_line(tmp_path, caplog):
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert "epoch 2 of 'train': boundary layer1, 67 % hits so far" in lines[2]
+
+
+class Expanding(Net):
+    """The last frozen part makes sixteen numbers of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer2 = nn.Conv2d(4, 64, 1)
+        self.layer3 = nn.Sequential(nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8))
+
+
+def expanding():
+    torch.manual_seed(0)
+    model = Expanding()
+    freeze(model, "layer2")
+    return model
+
+
+def test_an_activation_that_grew_is_cut_before_it_grew(tmp_path, monkeypatch):
+    """The choice is given, not timed; the losses are those of a run that skips nothing."""
+    monkeypatch.setattr(
+        policy, "choose", lambda steps, _: next(one for one in steps if one.name == "layer1")
+    )
+    monkeypatch.setattr(StepTimer, "verdict", property(lambda self: (True, "goes on")))
+    results = []
+    for gate in ("auto", "never"):
+        model = expanding()
+        with ActivationCache(model, tmp_path / gate, "layer2", gate=gate) as cache:
+            loader = EgeriaLoader(Images(96), 8, shuffle=True, cache=cache, reuse=None, seed=3)
+            torch.manual_seed(1)
+            results.append(
+                train_steps(model, loader, sgd(model), 4, on_step=lambda _: cache.flush())[0]
+            )
+            assert cache.boundary == "layer2"
+            if gate == "auto":
+                assert cache.api.views(loader.source.key)[0].cut.boundary == "layer1"
+                assert cache.stats().hits >= 2 * 96
+                assert "cut at 'layer1', whose output is smaller" in cache.stats().gate
+    assert results[0] == results[1]

@@ -43,7 +43,7 @@ def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(kno
 
 
 def test_loaders_that_are_made_anew_for_every_epoch_are_one_run():
-    policy = ServingPolicy("auto")
+    policy = ServingPolicy("auto", 1.0)
     policy.begins("train#0", 0, 8)
     policy.timed("train#0", 0.020, 0.030)
     assert policy.postpones("train#0", padded=False) is not None

@@ -169,6 +169,16 @@ def test_cutting_before_the_frozen_boundary_keeps_what_lies_between_in_inference
     assert harness.model.block2.training
 
 
+def test_the_profile_of_a_cut_tells_what_each_module_costs_and_gives():
+    harness = make("block2", ("stem", "block1", "block2"))
+    step(harness.model, call, harness.batch(range(8)))
+    profile = harness.engine.cut.profile
+    assert [part.name for part in profile] == ["stem", "block1", "block2"]
+    assert [part.row_bytes for part in profile] == [8 * 8 * 8 * 4] * 3
+    times = [part.seconds_per_sample for part in profile]
+    assert 0 < times[0] < times[1] < times[2]
+
+
 # ---- guards -----------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.pystate import RandomState, is_compiled
 from egeria_cache.skip.model.calls import CallRecord, Recorder
@@ -206,7 +208,7 @@ class DryRun:
                 "it is called inside a checkpointed region that reaches past it, which would run "
                 "the skipped modules again in backward; let the checkpointed region begin after it",
             )
-        traced.outputs = run.outputs
+        traced.outputs, traced.seconds = run.outputs, run.seconds
         traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
         traced.counted = before.outside.moved_whole(copied.copy_of)
         traced.after = self._surroundings.now()
@@ -345,8 +347,12 @@ class _PlainRun(PrefixRun):
     def __init__(self, traced: TracedBatch, copied: ModelCopy) -> None:
         super().__init__(traced, stops=False)
         self._traced, self._copied = traced, copied
+        self.seconds: list[float] = []
+        """From the model's start until each step returned."""
         self.wants_grad: set[Slot] = set()
         self._regions: list[Any] = []
+        synchronize()
+        self._started = time.perf_counter()
 
     def step(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -356,6 +362,8 @@ class _PlainRun(PrefixRun):
         if is_last and torch.is_grad_enabled():
             self._regions = checkpointed_around(self._copied.of(module))
         output = super().step(module, original, *args, **kwargs)
+        synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
         if is_last:
             for i, one in enumerate(self.outputs):
                 self.wants_grad |= wants_grad(i, tree_leaves(one))

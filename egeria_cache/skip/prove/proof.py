@@ -45,7 +45,7 @@ from egeria_cache.skip.prove.traced_batch import (
 )
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
-from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
+from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
@@ -120,6 +120,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     plan.modes = tuple(module.training for module in plan.not_skipped)
+    plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
     rows = _check_replay(traced, prober, plan)
     plan.unread = _check_counted(traced, plan)
@@ -379,6 +380,17 @@ def _check_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
     for index in trace.draws:
         if index >= 0 and not plan.steps[index].run:
             raise BoundaryError.impure(plan.boundary, trace.describe_draws(index))
+
+
+def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
+    """Return what each step cost and gave: where else the model might be cut."""
+    steps = []
+    for seconds, step in zip(traced.seconds, plan.steps, strict=True):
+        specs = [leaf for leaf in step.leaves if isinstance(leaf, TensorSpec)]
+        num_bytes = sum(spec.row.num_bytes for spec in specs if spec.batch_dim is not None)
+        steps.append(Step(step.name, seconds / traced.size, num_bytes))
+    stored = sum(plan.tensor_spec(slot).row.num_bytes for slot in plan.slots().values())
+    return *steps[:-1], replace(steps[-1], row_bytes=stored)
 
 
 def _check_replay(traced: TracedBatch, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:

@@ -103,6 +103,8 @@ class TracedBatch:
     """Whether autograd recorded in the plain run."""
     outputs: list[Any] = field(init=False)
     """Per step, as it stood when the boundary returned."""
+    seconds: list[float] = field(init=False)
+    """Per step, from the model's start until it returned."""
     result: tuple[list[Any], Layout] = field(init=False)
     """All that the call has brought, taken apart."""
     given: list[Any] = field(init=False)

@@ -59,6 +59,8 @@ class Cut:
     """Where each of them lies: a model may be spread over several devices."""
     growth: Mapping[str, RowGrowth] = field(default_factory=dict)
     """Of the cached tensors whose rows follow the lengths of their samples."""
+    profile: tuple[Step, ...] = ()
+    """What each module of the prefix cost and gave, in execution order: the gate chooses by it."""
 
     def stripped(self, name: str, rows: Tensor, lengths: Lengths) -> Tensor | PaddedRows:
         """Return the rows of a cached tensor without what was computed for padding."""
@@ -69,6 +71,17 @@ class Cut:
     def row_bytes(self) -> int:
         """Raw bytes per sample."""
         return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One module of the prefix, as measured once."""
+
+    name: str
+    seconds_per_sample: float
+    """Time from the model's start until it returned, divided by the rows."""
+    row_bytes: int
+    """Bytes per sample of its output."""
 
 
 @dataclass(frozen=True, slots=True)

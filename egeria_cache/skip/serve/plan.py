@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from egeria_cache.batch import Lengths, is_dense
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
-from egeria_cache.skip.serve.cut import Cut, Slot, StepPlan, TensorSpec
+from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, DynamicShapes
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.state.guards import PrefixGuard
@@ -93,6 +93,7 @@ class ReplayPlan:
     """The `coarseness` of all that the prefix computes with."""
     grad_mode: bool | None = None
     """Whether autograd recorded when it was proved; None if that does not matter."""
+    profile: tuple[Step, ...] = ()
     guard: PrefixGuard | None = None
     cut: Cut | None = None
     growth: DynamicShapes | None = None
