@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import lmdb
 import numpy as np
 import pytest
 import torch
@@ -384,20 +385,37 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
     assert not list(copy.glob("damaged-*"))
 
 
-def test_more_readers_than_lmdb_has_places_for_are_misses_and_one_warning(store, caplog):
-    keep(store, [1], rows([1]))
-    environment = store._own()._files._environment
+@contextlib.contextmanager
+def too_many_readers(environment):
     with contextlib.ExitStack() as readers:
         with contextlib.suppress(OSError):
             for _ in range(200):
                 readers.enter_context(environment.transaction())
+        yield
+
+
+@contextlib.contextmanager
+def given_up(environment):
+    """As after an EIO where it writes a page of its own."""
+    fail = Mock(side_effect=lmdb.PanicError("PANIC"))
+    environment._env = Mock(wraps=environment._env, begin=fail)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"), [(too_many_readers, "READERS_FULL"), (given_up, "PANIC")]
+)
+def test_what_lmdb_cannot_read_now_are_misses_and_one_warning(store, caplog, trouble, why):
+    keep(store, [1], rows([1]))
+    with trouble(store._own()._files._environment):
         for _ in range(2):
             assert not store.get_batch([1])[1].any()
             assert not store.contains([1]).any()
-    assert assert_right(store, [1]).all()
+    keep(store, [2], rows([2]))
+    assert assert_right(store, [1, 2]).all()
     (warning,) = warnings_of(caplog)
     assert "cannot be read now" in warning
-    assert "READERS_FULL" in warning
+    assert why in warning
 
 
 def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):

@@ -69,6 +69,8 @@ class Environment:
         """Who opened it, and transactions."""
         self._is_sound = True
         """LMDB had no complaint, but of room; else the next one to open it walks over it."""
+        self.is_lost = False
+        """LMDB does nothing any more: a page of its own could not be written."""
         self._counting = threading.Lock()
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
@@ -176,6 +178,7 @@ class Environment:
             is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
             self._is_sound &= is_full or isinstance(error, lmdb.ReadersFullError)
+            self.is_lost |= isinstance(error, lmdb.PanicError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             self.close()

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
@@ -139,6 +140,22 @@ class GenerationFiles:
                 remove_directory(self.directory)
             self._environment.close()
             self._unclaim()
+
+    def revive(self) -> None:
+        """Open what LMDB has given up anew, once nobody reads it any more.
+
+        Raises:
+            GoneError: It cannot be; they are closed.
+        """
+        if not self._environment.is_lost:
+            return
+        self._environment.close()
+        try:
+            self._environment = Environment.open(self.directory, writes=self.writes, vetted=False)
+        except (StoreError, OSError) as error:
+            if self._is_open.acquire(blocking=False):
+                self._unclaim()
+            raise GoneError(str(error)) from None
 
     def _unclaim(self) -> None:
         if self._claim is not None:
