@@ -389,7 +389,8 @@ class _Commit:
 
 # -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------
 
-PAGE_BYTES = 4096
+PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
+"""As LMDB takes it from the machine."""
 _PAGE = struct.Struct("<QHHI")
 """Its number, nothing, flags; how many pages a large value has."""
 _LEAF, _LARGE = 2, 4
