@@ -5,5 +5,3 @@
 
 from egeria_core.savings.savings import MoveCost, Savings
 from egeria_core.savings.schedule import Schedule
-
-__all__ = ["MoveCost", "Savings", "Schedule"]
