@@ -9,3 +9,5 @@ was taken out of its model. Owns the store, the reader threads and the engine, a
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
 from egeria_cache.cache.loader_api import LoaderApi, draws_noted
+
+__all__ = ["ActivationCache", "FrozenFront", "LoaderApi", "draws_noted"]

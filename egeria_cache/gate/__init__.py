@@ -6,3 +6,5 @@ what things took, and answers where to cut and whether to go on.
 
 from egeria_cache.gate.policy import AuditPlan, Counters, Kind, ServingPolicy, choose
 from egeria_cache.gate.stats import CacheStats
+
+__all__ = ["AuditPlan", "CacheStats", "Counters", "Kind", "ServingPolicy", "choose"]

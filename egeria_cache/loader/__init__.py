@@ -8,3 +8,5 @@ from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.rebuilt import original_of
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.loader.takeover import take_over
+
+__all__ = ["EgeriaLoader", "ShardAffineSampler", "original_of", "take_over"]

@@ -7,3 +7,14 @@ or says that it has not.
 
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
 from egeria_cache.prefetch.view import ACTIVATION, PRINT, View, Views, record
+
+__all__ = [
+    "ACTIVATION",
+    "PRINT",
+    "PlannedEntry",
+    "Prefetcher",
+    "ReaderThreads",
+    "View",
+    "Views",
+    "record",
+]

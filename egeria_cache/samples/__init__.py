@@ -23,3 +23,20 @@ from egeria_cache.samples.loading import (
     Task,
 )
 from egeria_cache.samples.source import BatchContext, LoaderSource
+
+__all__ = [
+    "DEFAULT_REUSE",
+    "BatchContext",
+    "Clock",
+    "CollateLoaded",
+    "Draws",
+    "Loaded",
+    "LoaderSource",
+    "SeededDataset",
+    "SeededWorkerInit",
+    "Task",
+    "find_places",
+    "own_lengths",
+    "row_prints",
+    "same_values",
+]

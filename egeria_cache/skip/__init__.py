@@ -20,3 +20,24 @@ from egeria_cache.skip.prove.cut_points import blocks, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
 from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
+
+__all__ = [
+    "MAX_CHAINS",
+    "Cut",
+    "FrozenPrefix",
+    "RandomState",
+    "SkipEngine",
+    "SkipHost",
+    "Step",
+    "blocks",
+    "differs_in_training",
+    "groups_of",
+    "holds_stage",
+    "inner_model",
+    "is_sharded",
+    "leaves_behind",
+    "module_named",
+    "ordinary_arguments",
+    "same_rows",
+    "states_in",
+]

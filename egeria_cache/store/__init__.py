@@ -38,3 +38,11 @@ from egeria_cache.store.records.keys import decode_key
 from egeria_cache.store.records.layout import RecordError
 from egeria_cache.store.records.record import Record
 from egeria_cache.store.store import ActivationStore
+
+__all__ = [
+    "FORMAT", "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "Codec", "Coder",
+    "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
+    "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
+    "generation_directories", "in_use_elsewhere", "inspected", "is_unfinished", "kernel",
+    "last_use", "pack", "read_json", "remove_generations", "tree_problem", "unpack", "write_json",
+]  # fmt: skip

@@ -15,3 +15,17 @@ from egeria_core.ranks.sharded import (
     unsharded_names,
     whole,
 )
+
+__all__ = [
+    "Ranks",
+    "all_there",
+    "global_sums",
+    "is_sharded",
+    "local_part",
+    "plain_structure",
+    "rebuild",
+    "to_shards",
+    "unsharded_names",
+    "unwrap",
+    "whole",
+]

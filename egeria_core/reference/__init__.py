@@ -10,3 +10,19 @@ from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, Process
 from egeria_core.reference.runner import InputItem
 from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights, without_hooks
 from egeria_core.reference.tap import Call, Hook, LayerTap, Probe, Wire
+
+__all__ = [
+    "Call",
+    "Evaluator",
+    "Hook",
+    "InlineEvaluator",
+    "InputItem",
+    "LayerTap",
+    "Probe",
+    "ProcessEvaluator",
+    "Weights",
+    "Wire",
+    "copy_modules",
+    "copy_weights",
+    "without_hooks",
+]

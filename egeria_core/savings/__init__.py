@@ -5,3 +5,5 @@
 
 from egeria_core.savings.savings import MoveCost, Savings
 from egeria_core.savings.schedule import Schedule
+
+__all__ = ["MoveCost", "Savings", "Schedule"]
