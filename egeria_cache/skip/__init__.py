@@ -13,6 +13,7 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
+from egeria_cache.skip.model.calls import Recorder, intercept
 from egeria_cache.skip.model.entered import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
@@ -26,6 +27,7 @@ __all__ = [
     "Cut",
     "FrozenPrefix",
     "RandomState",
+    "Recorder",
     "SkipEngine",
     "SkipHost",
     "Step",
@@ -34,6 +36,7 @@ __all__ = [
     "groups_of",
     "holds_stage",
     "inner_model",
+    "intercept",
     "is_sharded",
     "leaves_behind",
     "module_named",

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from egeria_cache.skip import RandomState, leaves_behind
+from egeria_cache.skip import RandomState, Recorder, intercept, leaves_behind
 from egeria_core.ranks import unsharded_names
 from egeria_core.reference import Hook
 from egeria_core.watch.layers import Layer, draws, find_layers
@@ -68,125 +68,105 @@ class ForwardTrace:
     """
 
     def __init__(self, model: nn.Module, candidates: Iterable[str]) -> None:
-        self._model = model
-        self._candidates = frozenset(candidates)
-        self._clock = 0
-        self.complete = False
-        self.started: dict[str, int] = {}
-        self.returned: dict[str, int] = {}
-        self.parameters: dict[str, list[Tensor]] = {}
+        self._model, self._candidates = model, frozenset(candidates)
+        self._names: dict[int, str] = {id(m): name for name, m in model.named_modules()}
+        self.is_complete = False
         self.costs: defaultdict[str, float] = defaultdict(float)
         """Arithmetic of each module's own code."""
         self.upto: dict[str, float] = {}
         """Arithmetic of the forward when each candidate had returned."""
-        self.drew: dict[str, int] = {}
-        """When a module in training mode first drew random numbers in its own code."""
-        self._starts: Counter[str] = Counter()
-        self._open: list[str] = []
-        self._stacks: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self._random: RandomState | None = None
-        self._counted = 0.0
+        self._parameters: dict[str, list[Tensor]] = {}
         self._seen: set[Any] = set()
+        self._recorder, self._arithmetic, self._counted = Recorder(), _Arithmetic(), 0.0
+        self._watching, self._is_on = ExitStack(), False
         # What is compiled is not looked into.
-        self.compiled = any(m._compiled_call_impl is not None for m in model.modules())
-        self._arithmetic: _Arithmetic | None = None
+        self.is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
         self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(Hook(self._begin)),
             # Called also where the forward raises: the mode must not stay.
-            model.register_forward_hook(Hook(self._stop_counting), always_call=True)
+            model.register_forward_hook(Hook(self._end), always_call=True),
         ]
-        for name, module in model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(Hook(partial(self._before, name))),
-                module.register_forward_hook(Hook(partial(self._after, name))),
-            ]
 
     @property
     def total(self) -> float:
         """Arithmetic of the whole forward."""
         return sum(self.costs.values())
 
-    def _live(self) -> bool:
-        return not self.complete and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-    def _before(self, name: str, *_: Any) -> None:
-        """Note the first start of a module."""
-        if not self._live():
+    def _begin(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self.is_complete or self.is_compiled:
             return
-        if self._arithmetic is None and name == "" and not self.compiled:
-            self._arithmetic = _Arithmetic()
-            self._arithmetic.__enter__()  # type: ignore[no-untyped-call]
-        self._look()
-        self.started.setdefault(name, self._clock)
-        self._starts[name] += 1
-        self._open.append(name)
+        self._watching.close()  # a forward before may have been interrupted
+        self._is_on = torch.is_grad_enabled()
+        if self._is_on:
+            inner = (module for module in self._model.modules() if module is not self._model)
+            self._recorder = Recorder(watch=self._look, returned=self._returned)
+            self._watching.enter_context(self._arithmetic)
+            self._watching.enter_context(intercept(inner, self._called))
+            self._recorder.begin()
 
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note the last return of a module, and what a candidate's output was made from."""
-        if not self._live() or name not in self.started:
-            return
-        self._look()
-        self.returned[name] = self._clock
+    def _called(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        if not torch.is_grad_enabled():  # a teacher's, an average's
+            return original(*args, **kw)
+        return self._recorder(module, original, *args, **kw)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._is_on:
+            self._look()
+            self._watching.close()
+            self._is_on, self.is_complete = False, output is not None  # None: it has raised
+
+    def _look(self) -> RandomState:
+        """See what the running module's own code has computed since the last look."""
+        before, self._counted, opened = self._counted, self._arithmetic.total, self._recorder.open
+        name = self._name(self._recorder.calls[opened[-1]].module) if opened else ""
+        self.costs[name] += self._counted - before
+        return RandomState.now()
+
+    def _returned(self, module: nn.Module, output: Any) -> None:
+        """See what a candidate's output was made from."""
+        name = self._name(module)
         if isinstance(module, nn.RNNBase) and not self.costs[name]:
             self.costs[name] += _recurrent(module, output)  # one operator, which nobody counts
-        if name in self._open:
-            while self._open.pop() != name:  # one that was left by an exception
-                pass
         if name in self._candidates:
             self.upto[name] = self.total
-            self._stacks.setdefault(name, (self._clock, tuple(self._open)))
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
-            self.parameters.setdefault(name, []).extend(leaves_behind(output, self._seen))
-        self.complete = name == ""
+            self._parameters.setdefault(name, []).extend(leaves_behind(output, self._seen))
 
-    def _look(self) -> None:
-        """See what the running module's own code has computed and drawn since the last look."""
-        self._clock += 1
-        counted = 0.0 if self._arithmetic is None else self._arithmetic.total
-        before, self._random = self._random, RandomState.now()
-        if self._open:
-            running = self._open[-1]
-            self.costs[running] += counted - self._counted
-            moved = before is not None and not before.equals(self._random)
-            if moved and self._model.get_submodule(running).training:
-                self.drew.setdefault(running, self._clock)
-        self._counted = counted
+    def _name(self, module: nn.Module) -> str:
+        return self._names[id(module)]
 
-    def _stop_counting(self, *_: Any) -> None:
-        mode = self._arithmetic
-        if mode is not None:
-            self._look()
-            self._arithmetic = None
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._counted = 0.0
+    @property
+    def order(self) -> dict[str, int]:
+        """Position of the last return of each module that has run."""
+        calls = self._recorder.calls if self.is_complete else ()
+        return {self._name(call.module): call.end for call in calls if call.end >= 0}
 
-    def modules_before(self, boundary: str) -> list[str]:
-        """Names of the modules that had started when `boundary` returned, its ancestors aside."""
-        end = self.returned[boundary]
-        return [
-            name
-            for name, at in self.started.items()
-            if at < end and name != "" and not boundary.startswith(name + ".")
-        ]
-
-    def drawing_around(self, boundary: str) -> list[str]:
-        """Names of the modules around `boundary` whose own code draws before it returns.
-
-        Those that are called more than once are left out: where are they frozen?
+    def before(self, boundary: str) -> tuple[list[str], list[str], list[str]]:
+        """Return the modules that had been called when `boundary` last returned, but those around
+        it; those around it whose own code drew random numbers by then; and all of these that drew.
         """
-        end, around = self._stacks.get(boundary, (0, ()))
-        return [
-            name for name in around if self.drew.get(name, end) < end and self._starts[name] == 1
-        ]
+        calls, at = self._recorder.calls, self.order[boundary]
+        last = next(call for call in calls if call.end == at)
+        begun = dict.fromkeys(self._name(call.module) for call in calls[: last.num_begun])
+        modules = [name for name in begun if not boundary.startswith(name + ".")]
+        first = next(i for i, call in enumerate(calls) if call.module is last.module)
+        drew = {calls[i].module for i in self._recorder.drew if i >= 0}
+        around = [m for m in self._recorder.drawing_around(first, self._model) if m.training]
+        names = list(map(self._name, around))
+        drawing = {self._name(module) for module in drew if module.training}
+        return modules, names, [*(name for name in modules if name in drawing), *names]
 
     def parameters_before(self, boundary: str) -> list[Tensor]:
         """Parameters that feed `boundary`'s output, whichever module owns them."""
-        end = self.returned[boundary]
-        found = (own for name, own in self.parameters.items() if self.returned[name] <= end)
+        order = self.order
+        found = (own for name, own in self._parameters.items() if order[name] <= order[boundary])
         return [parameter for own in found for parameter in own]
 
     def close(self) -> None:
         """Remove every hook; idempotent."""
-        self._stop_counting()
+        self._watching.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -247,9 +227,10 @@ class LayerMap:
         trace.close()
         self.training = self._model.training
         # Inside compiled code nobody watches; what was seen around it would be a part at random.
-        if trace.compiled or all(layer.boundary not in trace.returned for layer in self.layers):
+        order = trace.order
+        if all(layer.boundary not in order for layer in self.layers):
             log.log(
-                logging.INFO if trace.compiled else logging.WARNING,
+                logging.INFO if trace.is_compiled else logging.WARNING,
                 "egeria: the layers of %s were not seen in the first forward (is it compiled?), so "
                 "registration order is taken for forward order",
                 type(self._model).__name__,
@@ -259,7 +240,7 @@ class LayerMap:
             self._model,
             self._pattern,
             num_layers=self._num_layers,
-            order=trace.returned,
+            order=order,
             costs=trace.costs if trace.total else None,
         )
         names = self._names() | unsharded_names(self._model)
@@ -277,12 +258,10 @@ class LayerMap:
         return [names[id(parameter)] for parameters in own for parameter in parameters]
 
     def _seen(self, trace: ForwardTrace, boundary: str, names: Mapping[int, str]) -> Prefix:
-        modules = tuple(trace.modules_before(boundary))
+        modules, around, drawing = trace.before(boundary)
         behind = [names[id(p)] for p in trace.parameters_before(boundary) if id(p) in names]
-        around = tuple(trace.drawing_around(boundary))
-        drawing = (*(name for name in modules if name in trace.drew), *around)
         parameters = tuple(dict.fromkeys([*self._owned(modules), *behind]))
-        return Prefix(modules, parameters, around, drawing)
+        return Prefix(tuple(modules), parameters, tuple(around), tuple(drawing))
 
     def prefix(self, boundary: str) -> Prefix:
         """Return what is in front of `boundary`, itself included."""

@@ -169,6 +169,8 @@ class CallRecord:
     """Indices of the calls open around it, outermost first."""
     end: int = -1
     """Position in the order of returns; -1 while open."""
+    num_begun: int = 0
+    """Calls that had begun when it returned."""
     output: Any = None
 
 
@@ -179,12 +181,13 @@ class Recorder:
     keep_outputs: bool = False
     watch: Callable[[], Any] | None = None
     """Gives the state of the random generators, to find whose own code draws."""
-    returned: Callable[[nn.Module], None] = lambda module: None
-    """Is told of a module that has returned."""
+    returned: Callable[[nn.Module, Any], None] = lambda module, output: None
+    """Is told of a module that has returned, and what."""
     drew: dict[int, int] = field(default_factory=dict)
     """Call -> how many calls had returned when its own code first drew; -1 is the model itself."""
     calls: list[CallRecord] = field(default_factory=list)
-    _open: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    """Those that have not returned, outermost first."""
     _num_ended: int = 0
     _random: Any = None
 
@@ -193,18 +196,19 @@ class Recorder:
     ) -> Any:
         """Handle one call."""
         index = len(self.calls)
-        parent = self._open[-1] if self._open else -1
+        parent = self.open[-1] if self.open else -1
         self._look(parent)
-        record = CallRecord(module, parent, tuple(self._open))
+        record = CallRecord(module, parent, tuple(self.open))
         self.calls.append(record)
-        self._open.append(index)
+        self.open.append(index)
         try:
             output = original(*args, **kwargs)
         finally:
             self._look(index)
-            self._open.pop()
-        record.end, self._num_ended = self._num_ended, self._num_ended + 1
-        self.returned(module)
+            self.open.pop()
+        record.end, record.num_begun = self._num_ended, len(self.calls)
+        self._num_ended += 1
+        self.returned(module, output)
         if self.keep_outputs:
             record.output = output
         return output

@@ -275,7 +275,7 @@ class DryRun:
         """
         last, then = self.model.get_submodule(self.frozen), list[RandomState]()
 
-        def returned(module: nn.Module) -> None:
+        def returned(module: nn.Module, _: Any) -> None:
             if module is last:
                 then[:] = [RandomState.now()]
 
