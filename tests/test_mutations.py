@@ -185,11 +185,11 @@ MUTATIONS = {
         new="        if False:\n            return  #",
         caught_by="tests/hostile/test_data.py",
     ),
-    "a replay that could not be finished is not undone": Mutation(
-        file="egeria_cache/skip/serve/replay.py",
-        old="            torch.set_rng_state(generators)\n",
-        new="",
-        caught_by="tests/skip/test_adversarial.py",
+    "what a hit needs after all is not computed in it": Mutation(
+        file="egeria_cache/skip/serve/placeholder.py",
+        old="        if self.why is None and self.is_hit:\n",
+        new="        if False:\n",
+        caught_by="tests/hostile/test_seams.py",
     ),
     "rows of a training serve an evaluation": Mutation(
         file="egeria_cache/skip/serve/plan.py",

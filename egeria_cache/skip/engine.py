@@ -41,6 +41,7 @@ from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
+from egeria_cache.skip.serve.placeholder import Escape
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.state.guards import SEEN_LATE, ContentHash, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
@@ -263,7 +264,7 @@ class SkipEngine:
         self._thaw = RequiresGradWatch()
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
-        self._num_even = 0
+        self._num_even = self._num_escapes = 0
         self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
@@ -716,9 +717,22 @@ class SkipEngine:
         except BaseException as error:
             self._running["call"].note(error)
             raise
+        if source.escaped is not None:
+            self._has_escaped(self._running["call"].key, source.escaped)
+        else:
+            self._num_escapes = 0
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)
         return output if source.growth is None else self._watched(source, call, output)
+
+    def _has_escaped(self, key: tuple[Any, ...], error: BoundaryError) -> None:
+        """A hit has computed what it skips after all, now and then perhaps; where the next one does
+        so, too, what crosses is another thing now.
+        """
+        self._num_escapes += 1
+        took_another_way = not isinstance(error, Escape)
+        if took_another_way or (self._num_escapes > 1 and not self._plans.may_try_again(key)):
+            self._refuse(key, error)
 
     def _captured(
         self,

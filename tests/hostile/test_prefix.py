@@ -161,6 +161,20 @@ def test_what_is_inserted_between_layers_counts(run, make, boundary, change):
     trained(run, model=make(), boundary=boundary, each_step=each_step, epochs=6)
 
 
+REPLACED = {
+    "in a sequence": (sequential, "2", lambda m: m.insert(3, nn.ReLU(inplace=True))),
+    "by name": (
+        lambda: net(forward=lambda m, x: m.head(m.front(x))), "middle",
+        lambda m: setattr(m, "head", nn.Linear(8, 5)),
+    ),
+}  # fmt: skip
+
+
+@hostile(over=REPLACED, silent=True)
+def test_what_stands_behind_the_boundary_is_replaced(run, make, boundary, change):
+    changed(run, change, make(), boundary=boundary, epochs=4, at=2)
+
+
 @hostile(over=CONTAINERS, cases=3)
 def test_a_container_of_the_front_may_change(run, change):
     changed(run, change, Stacked(), boundary="last")

@@ -349,11 +349,6 @@ def frozen_and_thawed(model, epoch):
     model.late.requires_grad_(epoch % 2 == 0)
 
 
-def replaced_by_a_wider(model, epoch):
-    if epoch == 2:
-        model.head = nn.Linear(8, 5)
-
-
 def adapter_that_joins(model, epoch):
     if epoch == 2:
         model.late = nn.Sequential(model.late, nn.Tanh(), nn.Linear(8, 8))
@@ -376,7 +371,6 @@ def weights_of_one_vector(model, epoch):
 CHANGES = {
     "weights of one vector": weights_of_one_vector,
     "frozen and thawed": frozen_and_thawed,
-    "replaced by a wider": replaced_by_a_wider,
     "an adapter that joins": adapter_that_joins,
     "loaded from a checkpoint": loaded_from_a_checkpoint,
 }

@@ -3,7 +3,6 @@
 Those that are no function of the sample: `hostile/test_proof.py`.
 """
 
-import copy
 import dataclasses
 
 import pytest
@@ -313,21 +312,6 @@ def test_what_only_a_skipped_layer_could_have_filled_raises_when_it_is_read():
     assert harness.host.num_loads == 1
     with pytest.raises(BoundaryError, match="a skipped module"):
         kept.value  # noqa: B018
-
-
-def reading_late(m, x):
-    out = m.finish(m.norm(plain(m, x)))
-    return out + m.reads(x.sum()) if hasattr(m, "reads") else out
-
-
-@pytest.mark.parametrize("reads", [lambda x: float(f"{x:.4f}"), lambda x: len(repr(x)), float])
-def test_a_replay_that_cannot_be_finished_leaves_no_trace(reads):
-    harness = harness_of(of(reading_late, norm=lambda: nn.BatchNorm1d(4)))
-    assert_same_run(harness, call, [BATCHES[0]] * 2, exact=False)
-    harness.model.reads, twin = reads, copy.deepcopy(harness.model)
-    assert_same_run(harness, call, BATCHES[:1], plain=twin, exact=False)
-    assert (harness.host.num_loads, len(harness.host.refusals)) == (2, 1)
-    torch.testing.assert_close(harness.model.norm.running_mean, twin.norm.running_mean)
 
 
 def moved_by_the_head(m, x):

@@ -435,7 +435,6 @@ def _replayed(
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     for step, kept in zip(plan.steps, constants, strict=True):
         step.constants = kept
-    plan.mutable = _written(traced, copied)
     _check_written(traced, plan, copied)
     if not after.equals(traced.after.generators):
         raise BoundaryError.impure(
@@ -452,7 +451,7 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
                 plan.boundary,
                 f"the prefix writes to its input {traced.call.layout.paths()[position]}",
             )
-    written = traced.moved.keys() | map(id, plan.mutable)
+    written = traced.moved.keys() | map(id, _written(traced, copied))
     skipped = (module for _, module in plan.skipped_modules())
     read = {id(t) for m in skipped for t in (*m._parameters.values(), *m._buffers.values())}
     for name, _, tensor in known_tensors(traced.model):

@@ -4,24 +4,32 @@ Glue code between modules (masks, reshapes, position ids) runs on placeholders a
 shapes. Anything computed from a placeholder is a placeholder that remembers its sources, so
 whatever crosses the boundary beside the cached value is caught where it is used: the answer is
 right, or there is an error that names both ends. See docs/correctness.md.
+
+Where a hit needs a value after all, what it has left out is computed then and there, in its order,
+and the placeholders stand for these numbers: no code of the user's runs a second time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
+from egeria_cache.skip.serve.call import autocast_modes
 
+_NUMBERS = itertools.count(1)
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
 _MAX_RESULTS = 4096
@@ -64,6 +72,44 @@ class Escape(BoundaryError):  # noqa: N818
         return error
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands for a placeholder, which it does not keep."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """Stands for an object that may hold placeholders."""
+
+    known: weakref.ref[Any]
+    kind: type
+    parts: dict[str, Any] | None
+    """What it holds, if it can be made anew."""
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function as it would be called now: with these modes on."""
+    grad = torch.is_grad_enabled()
+    modes = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, _ in autocast_modes():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind, dtype in modes:
+                stack.enter_context(torch.autocast(kind, getattr(torch, dtype[len("torch.") :])))
+            return function(*args, **kwargs)
+
+    return call
+
+
 @dataclass(slots=True)
 class Scene:
     """One run of the model on placeholders, as far as they have to know it."""
@@ -80,6 +126,94 @@ class Scene:
     """Trainable tensors that met a placeholder, by the index of their source."""
     made: list[weakref.ref[Placeholder]] = field(default_factory=list)
     """Every placeholder of the run."""
+    is_hit: bool = False
+    """Whether what is left out can be computed: a dry run is to find out what is needed."""
+    left_out: list[tuple[Callable[..., Any], Any, list[int]]] = field(default_factory=list)
+    """Calls that were not made: a function, what it is given, and numbers of the placeholders that
+    stand for the leaves of what it gives."""
+    read: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors that they are given, and their versions then."""
+    stored: list[tuple[int, Tensor, int]] = field(default_factory=list)
+    """Numbers of placeholders in whose place a tensor was given out, that, and its version then."""
+    values: dict[int, Any] = field(default_factory=dict)
+    """What placeholders stand for, by their numbers, once that was computed."""
+    why: BoundaryError | None = None
+    """What has needed it."""
+
+    def begin(self) -> None:
+        """There is another run."""
+        self.after_boundary = self.finished = False
+        for of_the_last in (self.made, self.left_out, self.read, self.stored):
+            of_the_last.clear()
+
+    def leave_out(
+        self, function: Callable[..., Any], gives: Iterable[Any], args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Remember a call that is not made."""
+        if self.is_hit:
+            given = [getattr(one, "number", 0) for one in gives]
+            self.left_out.append((function, self._numbered((args, kwargs or {})), given))
+
+    def _numbered(self, node: Any) -> Any:
+        if isinstance(node, Placeholder):
+            return _Number(node.number)
+        if isinstance(node, Tensor):
+            self.read.append((node, _version(node)))
+        elif isinstance(node, tuple | list):
+            given = map(self._numbered, node)
+            return type(node)(*given) if hasattr(node, "_fields") else type(node)(given)
+        elif type(node) is dict:
+            return {key: self._numbered(value) for key, value in node.items()}
+        elif type(node).__module__ not in ("builtins", "torch"):
+            with contextlib.suppress(TypeError):
+                parts = self._numbered(vars(node)) if is_dataclass(node) else None
+                return _Object(weakref.ref(node), type(node), parts)
+        return node
+
+    def settle(self, why: BoundaryError) -> bool:
+        """Compute what was left out, and leave nothing out any more; False if that cannot be."""
+        if self.why is None and self.is_hit:
+            if any(_version(tensor) != then for tensor, then in self.read):
+                return False
+            self.why, self.after_boundary = why, True
+            try:
+                with torch._C._EnableTorchFunction(), torch.no_grad():
+                    for function, given, numbers in self.left_out:
+                        args, kwargs = self._real(given)
+                        leaves = tree_leaves(function(*args, **kwargs))
+                        self.values.update(zip(numbers, leaves, strict=False))
+                    self._share()
+            except BaseException as error:
+                self.why = None
+                if not isinstance(error, ReferenceError):
+                    raise
+        return self.why is not None
+
+    def give_out(self, instead: Placeholder, given: Tensor) -> None:
+        """A tensor is given out in the place of a placeholder."""
+        self.stored.append((instead.number, given, _version(given)))
+
+    def _share(self) -> None:
+        """Let what was given out lie in the memory of its like, if others lie there."""
+        for number, given, then in self.stored:
+            own = self.values[number]
+            if any(overlap(own, other) for n, other in self.values.items() if n != number):
+                if _version(given) != then:
+                    raise ReferenceError
+                given.data = own
+
+    def _real(self, given: Any) -> Any:
+        def real(one: _Number | _Object) -> Any:
+            if isinstance(one, _Number):
+                return self.values[one.at]
+            if (known := one.known()) is None:
+                if one.parts is None:
+                    raise ReferenceError
+                known = object.__new__(one.kind)
+                known.__dict__.update(self._real(one.parts))
+            return known
+
+        return tree_map_only((_Number, _Object), real, given)
 
     def kept(self, own: Sequence[Placeholder] = (), held: Sequence[int] = ()) -> frozenset[Source]:
         """Return the sources of the placeholders that somebody still holds.
@@ -123,6 +257,7 @@ class Placeholder(Tensor):
     scene: Scene
     is_callers: bool
     """Whether its memory is that of an input: what is written there, the caller sees."""
+    number: int
 
     @staticmethod
     def like(
@@ -138,7 +273,7 @@ class Placeholder(Tensor):
             Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
-        tensor.is_callers = is_callers
+        tensor.is_callers, tensor.number = is_callers, next(_NUMBERS)
         scene.made.append(weakref.ref(tensor))
         return tensor
 
@@ -162,7 +297,22 @@ class Placeholder(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         found = _given(args, kwargs)
-        device, scene = found[0].device, found[0].scene
+        if found[0].scene.why is None:
+            try:
+                return cls._on_shapes(found, func, args, kwargs)
+            except Escape as escape:
+                with torch.overrides.enable_reentrant_dispatch():
+                    if not found[0].scene.settle(escape):
+                        raise
+        numbers = functools.partial(Placeholder.number_of, what=str(func))
+        args, kwargs = tree_map_only(Placeholder, numbers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _on_shapes(
+        cls, found: list[Placeholder], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        device, scene, given = found[0].device, found[0].scene, (args, kwargs)
         if func in _factories():
             args, kwargs = tree_map_only(Placeholder, _stand_in, (args, kwargs))
             return func(*args, **kwargs)
@@ -198,41 +348,54 @@ class Placeholder(Tensor):
         for tensor in written:
             _after_write(tensor, sources, scene, str(func))
         if written and isinstance(result, Tensor):
+            scene.leave_out(func, (), *given)
             return written[0]
         is_callers = _gives_views(func) and any(one.is_callers for one in found)
 
         def wrap(one: Tensor) -> Placeholder:
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
 
-        return wrap(result) if isinstance(result, Tensor) else tree_map_only(Tensor, wrap, result)
+        output = tree_map_only(Tensor, wrap, result)
+        scene.leave_out(func, tree_leaves(output), *given)
+        return output
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise Escape.at(self.sources, self.scene.current_module() or what)
+    def number_of(self, what: str = "the model's output") -> Tensor:
+        """Return the tensor that it stands for.
 
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: D102
-        self._refuse("numpy()")
+        Raises:
+            Escape: That cannot be had.
+        """
+        if self.scene.why is None:
+            escape = Escape.at(self.sources, self.scene.current_module() or what)
+            if not self.scene.settle(escape):
+                raise escape
+        number: Tensor = self.scene.values[self.number]
+        return number
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("numpy()")
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return self.number_of("numpy()").numpy(*args, **kwargs)
 
-    def tolist(self) -> NoReturn:  # noqa: D102
-        self._refuse("tolist()")
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.number_of("numpy()").__array__(*args, **kwargs)
 
-    def data_ptr(self) -> NoReturn:  # noqa: D102
-        self._refuse("data_ptr()")
+    def tolist(self) -> Any:  # noqa: D102
+        return self.number_of("tolist()").tolist()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickling")
+    def data_ptr(self) -> int:  # noqa: D102
+        return self.number_of("data_ptr()").data_ptr()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse("deepcopy()")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.number_of("pickling").__reduce_ex__(protocol)
 
-    def __format__(self, spec: str) -> NoReturn:
-        self._refuse("format()")
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.number_of("deepcopy()").__deepcopy__(memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.number_of("format()"), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if not self.scene.finished:
-            self._refuse("repr()")
+        if self.scene.why is not None or not self.scene.finished:
+            return repr(self.number_of("repr()"))
         origin = ", ".join(sorted(source.name for source in self.sources))
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
 

@@ -14,11 +14,11 @@ from operator import attrgetter
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache.batch import Lengths, is_dense
+from egeria_cache.batch import Lengths
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
@@ -29,8 +29,6 @@ from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import watched_attributes
 
 _is_training = attrgetter("training")
-_NUMPYS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
-_SMALL_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -98,13 +96,12 @@ class ReplayPlan:
     cut: Cut | None = None
     growth: DynamicShapes | None = None
     """How it looks for batches of other lengths, where samples are padded."""
-    mutable: list[Tensor] = field(default_factory=list)
-    """Buffers that the active part writes to: put back if a replay has to be abandoned."""
+    escaped: BoundaryError | None = None
+    """What the last hit has needed of what it skipped, which was computed then."""
     returned: Callable[[], None] = lambda: None
     """Is called when the boundary has returned."""
     replays: dict[int, Any] = field(default_factory=dict)
     """By batch size: what `replay.py` has made for all hits of that size."""
-    _undo: _Undo | None = None
     _grown: dict[tuple[int, ...], ReplayPlan] = field(default_factory=dict)
     """The same for batches of other lengths; one dict for all of them."""
 
@@ -187,10 +184,11 @@ class ReplayPlan:
         """Return (name, module that is not skipped, names of it that code before the boundary
         reads).
         """
-        keys: dict[int, list[str]] = {id(module): [] for module in self.not_skipped}
+        modules = [*self.not_skipped, *(step.module for step in self.steps if step.run)]
+        keys: dict[int, list[str]] = {id(module): [] for module in modules}
         for owner, key in self.attributes:
             keys[owner].append(key)
-        return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in self.not_skipped]
+        return [(self.names.get(id(m), ""), m, keys[id(m)]) for m in modules]
 
     def stored(self) -> list[Any]:
         """Return what modules of the prefix, and the code around it, have as attributes."""
@@ -235,49 +233,6 @@ class ReplayPlan:
                 for name, slot in self.slots().items()
             }
 
-    def save_buffers(self) -> None:
-        """Remember what the active part may write to, until `put_back_buffers`."""
-        self._undo = self._undo or _Undo(self.mutable)
-        self._undo.keep()
-
-    def put_back_buffers(self) -> None:
-        """Undo what a run wrote to buffers."""
-        if self._undo is not None:
-            self._undo.put_back()
-
-
-class _Undo:
-    """What tensors held: small ones of the host by NumPy, which takes a tenth of PyTorch's time."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._small, rest = list[Tensor](), dict[Any, list[Tensor]]()
-        for one in tensors:
-            is_small = is_dense(one) and one.is_cpu and 0 < one.nbytes <= _SMALL_BYTES
-            is_small = is_small and one.dtype in _NUMPYS
-            many = self._small if is_small else rest.setdefault((one.dtype, one.device), [])
-            many.append(one)
-        self._places, self._views, self._contents = list[int](), list[np.ndarray](), list[bytes]()
-        with torch.inference_mode(False), torch.no_grad():
-            self._copies = [(some, [one.clone() for one in some]) for some in rest.values()]
-
-    def keep(self) -> None:
-        """Remember what they hold now."""
-        places = list(map(Tensor.data_ptr, self._small))
-        if places != self._places:
-            self._places, self._views = places, [one.detach().numpy() for one in self._small]
-        self._contents = list(map(np.ndarray.tobytes, self._views))
-        for tensors, copies in self._copies:
-            with torch.no_grad():
-                torch._foreach_copy_(copies, tensors)
-
-    def put_back(self) -> None:
-        """Have them hold that again."""
-        with torch.no_grad():
-            for tensors, copies in self._copies:
-                torch._foreach_copy_(tensors, copies)
-            for one, content in zip(self._small, self._contents, strict=True):
-                one.copy_(torch.frombuffer(bytearray(content), dtype=one.dtype).view(one.shape))
-
 
 Key = tuple[Any, ...]
 """What calls have in common that are served alike: see `Invocation.key`."""
@@ -304,6 +259,7 @@ class PlanCache:
         self._last: tuple[Key, list[ReplayPlan]] = (), []
         """Of the last call: most calls are like it, and not to be looked up by a hash."""
         self._refused: set[Key] = set()
+        self._tried_again: set[Key] = set()
         self._rest = 0
         """Calls that are not tried any more."""
         self._num_dry_runs = 0
@@ -361,6 +317,14 @@ class PlanCache:
         self._changed()
         self._refused.add(key)
 
+    def may_try_again(self, key: Key) -> bool:
+        """Forget what was proved of such calls; whether it may be proved anew, as it may once."""
+        self.drop(key)
+        may = key not in self._tried_again
+        self._tried_again.add(key)
+        self._refused -= {key} if may else set()
+        return may
+
     def may_dry_run(self, key: Key) -> bool:
         """Whether another dry run is worth its price; whoever asks and is told so makes one."""
         if self._watch is not None:
@@ -384,6 +348,7 @@ class PlanCache:
         for plan in kept:
             self.add(plan)
         self._refused.clear()
+        self._tried_again.clear()
         self._num_dry_runs = self._rest = 0
         self._watch, self._wait = None, _FIRST_WAIT
 

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from egeria_cache.attempt import Attempt, is_ours
 from egeria_cache.batch import Lengths
@@ -33,6 +32,7 @@ from egeria_cache.skip.serve.placeholder import (
     Scene,
     Source,
     Unavailable,
+    as_now,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -177,7 +177,7 @@ class ReplayRun:
     def __init__(self, plan: ReplayPlan, batch_size: int, scene: Scene | None = None) -> None:
         self.plan = plan
         self.batch_size = batch_size
-        self.scene = scene or Scene(plan.names, frozenset(map(id, plan.ancestors)))
+        self.scene = scene or Scene(plan.names, frozenset(map(id, plan.ancestors)), is_hit=True)
         self.modules = plan.modules
         specs = {slot: (name, plan.tensor_spec(slot)) for name, slot in plan.slots().items()}
         self.entries = [(n, at, one, one.as_stored(batch_size)) for at, (n, one) in specs.items()]
@@ -190,27 +190,11 @@ class ReplayRun:
         self.own: list[Placeholder] = []
         """All that it has made."""
 
-    def begin(self, values: Mapping[Slot, Tensor]) -> list[int]:
-        """Enter with these values of the cached tensors; return how many references to each of its
-        `own` placeholders there are before the model runs.
-        """
+    def begin(self, values: Mapping[Slot, Tensor]) -> None:
+        """Enter with these values of the cached tensors."""
         self.values = values
         self._position, self._inside, self._thread = 0, False, get_ident()
-        self.scene.after_boundary = self.scene.finished = False
-        self.scene.made.clear()
-        return list(map(sys.getrefcount, self.own))
-
-    def take_back(self) -> None:
-        """Leave no placeholder in lists: the model puts numbers there when it is computed."""
-        made: list[Any] = [one for ref in self.scene.made if (one := ref()) is not None]
-        made += [one for one in gc.get_referrers(*made, *self.own) if type(one) is tuple]
-        made += self.own
-        ours, held = [self.own, made, *self._leaves.values()], set(map(id, made))
-        for some in gc.get_referrers(*made):
-            if isinstance(some, list | deque) and not any(some is one for one in ours):
-                rest = [one for one in some if id(one) not in held]
-                some.clear()
-                some.extend(rest)
+        self.scene.begin()
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -224,7 +208,10 @@ class ReplayRun:
             if self.plan.surrounds(module):
                 return original(*args, **kwargs)
             how = self.plan.unexpected(module, step)
-            raise BoundaryError.another_way(self.plan.boundary, how)
+            another = BoundaryError.another_way(self.plan.boundary, how)
+            if not self.scene.settle(another):
+                raise another
+            return original(*args, **kwargs)
         if step.run:
             self.running(index, args, kwargs)
             self._inside = True
@@ -236,8 +223,11 @@ class ReplayRun:
             if self.looks:
                 self.skipping(index, args, kwargs)
             leaves = self._leaves.get(index) or self._stand_ins(index)
+            self.scene.leave_out(as_now(original), leaves, args, kwargs)
             if step.cached or step.constants or self.plan.same:
-                leaves = self._with_values(index, leaves)
+                stand_ins, leaves = leaves, self._with_values(index, leaves)
+                for j in step.cached:
+                    self.scene.give_out(stand_ins[j], leaves[j])
             output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
         if self._position == len(steps):
@@ -267,6 +257,7 @@ class ReplayRun:
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
             self.own.append(self._inputs[key])
+        self.scene.leave_out(partial(plain, leaf), [self._inputs[key]])
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
@@ -391,8 +382,8 @@ def replay(
         The model's output, and the rows of `plan` if it is another one than `source`.
 
     Raises:
-        BoundaryError: Something skipped was needed after all. What the replay did is undone, as it
-            is where any other error is ours; the model's own are the loop's.
+        BoundaryError: Something skipped was needed after all, and cannot be had any more. The
+            model's own errors are the loop's.
     """
     size = call.batch.size
     run = source.replays.get(size)
@@ -400,13 +391,7 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-    args, kwargs = call.rebuild(run.input)
-    if not call.layout.is_flat:
-        call.noted((args, kwargs))
-    generators = torch.get_rng_state()
-    if source.mutable:
-        source.save_buffers()
-    values = dict[Slot, Tensor]()
+    values, source.escaped = dict[Slot, Tensor](), None
     for name, slot, spec, as_stored in run.entries:
         rows = stored[name].clone() if source.copies else stored[name]
         values[slot] = rows if rows.stride() == as_stored else spec.from_rows(rows)
@@ -414,8 +399,12 @@ def replay(
         leaf = values[slot].detach().requires_grad_()
         # What the model writes into may not be a leaf.
         values[slot] = leaf.clone() if source.copies else leaf
-    held = run.begin(values)
-    replaced, capture = Replaced(), None
+    run.begin(values)
+    args, kwargs = call.rebuild(run.input)
+    if not call.layout.is_flat:
+        call.noted((args, kwargs))
+    generators, replaced, capture = torch.get_rng_state(), Replaced(), None
+    held = list(map(sys.getrefcount, run.own))
     try:
         take_over(run.modules, run, replaced)
         if plan is None or plan is source:
@@ -428,20 +417,31 @@ def replay(
         is_suspect = list(map(sys.getrefcount, run.own)) != held
         for made in run.scene.made:
             is_suspect |= made() is not None
-        if is_suspect and (kept := run.scene.kept(run.own, held)):
-            raise Escape.at(kept, "what the call leaves (its output, its backward, an attribute)")
+        if run.scene.why is None and is_suspect and (kept := run.scene.kept(run.own, held)):
+            what = "what the call leaves (its output, its backward, an attribute)"
+            if not run.scene.settle(escape := Escape.at(kept, what)):
+                raise escape
     except Exception as error:
         if is_ours(error):
             torch.set_rng_state(generators)
-            source.put_back_buffers()
-            run.take_back()
         raise
     finally:
+        run.scene.begin()
         run.scene.finished = True
         put_back(replaced)
+        if run.scene.why is not None:
+            source.escaped = run.scene.why
+            source.replays.clear()  # its placeholders stay what they are now
+    if run.scene.why is not None:
+        return tree_map_only(Placeholder, _followed, output), None
     if source.opaque_outputs:
         output = _hide(call, output, source.opaque_outputs)
     return output, capture.rows() if capture is not None else None
+
+
+def _followed(one: Placeholder) -> Tensor:
+    """Return the numbers of a placeholder, as autograd knows them."""
+    return one.clone() if one.requires_grad else one.number_of()
 
 
 def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:

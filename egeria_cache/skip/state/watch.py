@@ -10,7 +10,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
-from itertools import chain, product
+from itertools import chain, islice, product
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -88,6 +88,11 @@ class Layout:
         self._spaces: dict[type, Any] = {}
         self._seen: set[Any] = {*code.unread}
         self._num = 0
+        modules, around = list(modules), list(around)
+        self._run = {id(module) for _, module, *_ in (*modules, *around)}
+        self._is_sequence = all(
+            type(module) is nn.Sequential and not own_hooks(module) for _, module, _ in around
+        )
         for name, module in modules:
             self._add_module(name, module)
         for name, module, keys in around:
@@ -109,15 +114,25 @@ class Layout:
 
     def _add_around(self, name: str, module: nn.Module, keys: set[str]) -> None:
         """Lay out what is read of a module that is not skipped."""
-        own = vars(module)
+        own, children = vars(module), vars(module)["_modules"]
         for key in sorted(keys - {"_modules"}):
+            where = f"{name}.{key}" if name else key
+            if (child := children.get(key)) is not None and id(child) not in self._run:
+                # Of what runs behind the boundary no more is read than that it is there.
+                self.looks.append((where, partial(_kind_of_child, own, key)))
+                continue
             places = [own, *(own[slot] for slot in _SLOTS), *self.spaces(type(module))]
-            self.look_up(f"{name}.{key}" if name else key, key, places)  # in PyTorch's order
-            self.look_into(f"{name}.{key}" if name else key, own.get(key))
+            self.look_up(where, key, places)  # in PyTorch's order
+            self.look_into(where, own.get(key))
         if "_modules" in keys:
             where = f"the children of {name!r}" if name else "the children of the model"
-            self.looks.append((where, partial(own.get, "_modules")))
-            self.looks.append((where, partial(tuple, own["_modules"].values())))
+            num = None
+            if self._is_sequence:  # all that it does is to run one after another
+                num = 1 + max(i for i, one in enumerate(children.values()) if self._runs(one))
+            self.looks.append((where, lambda: tuple(islice(own["_modules"].values(), num))))
+
+    def _runs(self, module: nn.Module) -> bool:
+        return any(id(one) in self._run for one in module.modules())
 
     def _add_code(self) -> None:
         """Lay out what the code reads beside its arguments: globals and closures; and the code."""
@@ -248,6 +263,10 @@ class Layout:
             self.live.append((where, own))
         else:
             self.looks += ((f"{where}.{key}", partial(own.get, key)) for key in read)
+
+
+def _kind_of_child(own: Mapping[str, Any], key: str) -> Any:
+    return type(own["_modules"].get(key))
 
 
 def values_of(container: Any) -> Any:
