@@ -294,7 +294,7 @@ class Generation:
         """
         num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
-            self._files.revive()
+            self._held = self._files.revived()
             if jobs[0].aside is not None:
                 self._take_from(jobs[0].aside)
             with self._files.reading() as view:

@@ -28,8 +28,7 @@ enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16, BITMAP_HEAD_BYTES = 16, MOST_HEAD_BY
 enum { RAW, ZSTD, SPLIT, BITMAP };
 enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
 
-static const uint64_t AS_THEY_ARE = 1ull << 63;
-static const uint64_t STORED = ~0ull >> 8; /* of a field; its highest byte is the codec */
+static const uint64_t AS_THEY_ARE = 1ull << 63, STORED = ~0ull >> 8; /* of a field, not its codec */
 
 typedef uint64_t hash_fn(const void *data, size_t num_bytes, uint64_t seed);
 typedef size_t zstd_fn(void *context, void *out, size_t room, const void *data, size_t num_bytes);
@@ -107,8 +106,7 @@ struct decoder {
     int64_t width, floating;
 };
 
-/* Return `promised` bytes that were stored in `stored` bytes, packed or not; NULL if they are not.
-   What is packed goes to `room`. */
+/* Return what was stored, if it is `promised` bytes, else NULL; what is packed goes to `room`. */
 static const uint8_t *unpacked(const struct decoder *with, const uint8_t *from, uint64_t stored,
                                int packed, uint64_t promised, uint8_t *room) {
     if (!packed || !promised) return !packed && stored == promised ? from : NULL;
@@ -194,8 +192,7 @@ static inline void add_line(lanes *sums, uint8_t *to, const uint8_t *from, const
 }
 
 /* Copy more than 240 bytes and return their XXH3-64: they are read once, while what comes next is
-   fetched to the processor's caches line by line. 128 rows of 32 KiB take 0.25 ms; memcpy, then the
-   library's hash, took 0.37, np.take, whose rows begin with a line, 0.27. */
+   fetched to the caches. 128 rows of 32 KiB take 0.25 ms; memcpy, then the library's hash, 0.37. */
 VECTORISED static uint64_t copy_hashed(uint8_t *to, const uint8_t *from, uint64_t size,
                                        uint64_t seed, const uint8_t *next) {
     lanes sums[] = {{0xC2B2AE3D, PRIME, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9},
@@ -260,9 +257,8 @@ struct batch {
     int64_t *num_drawn;          /* of those that a thread has read or will */
 };
 
-/* Where a file that is mapped was cut short, or the disk cannot read it, touching it is a signal that
-   would end the process. A copy that meets it ends there; every other SIGBUS is left to whoever would
-   have had it. */
+/* Where a mapped file was cut short, or the disk cannot read it, touching it is a signal that ends the
+   process. A copy that meets it ends there; every other one is left to whoever would have had it. */
 static __thread __attribute__((tls_model("initial-exec"))) sigjmp_buf *volatile copying;
 static struct sigaction others;
 static volatile sig_atomic_t is_handed_over;

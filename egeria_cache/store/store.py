@@ -252,10 +252,8 @@ class ActivationStore:
         return self._own().contains(ids, variant=variant)
 
     def _own(self) -> Generation:
-        generation = self._alone
-        if generation is None:
-            generation = self._alone = self.open_generation(ALONE)
-        return generation
+        self._alone = self._alone or self.open_generation(ALONE)
+        return self._alone
 
     # -- whole store ------------------------------------------------------------------------
 

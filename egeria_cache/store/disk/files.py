@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs.codec import Codec
 from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
@@ -141,21 +140,17 @@ class GenerationFiles:
             self._environment.close()
             self._unclaim()
 
-    def revive(self) -> None:
-        """Open what LMDB has given up anew, once nobody reads it any more.
+    def revived(self) -> GenerationFiles:
+        """Return them as they are, or, where LMDB has given them up, opened anew.
 
         Raises:
-            GoneError: It cannot be; they are closed.
+            StoreError: They cannot be.
+            OSError: They cannot be now.
         """
         if not self._environment.is_lost:
-            return
-        self._environment.close()
-        try:
-            self._environment = Environment.open(self.directory, writes=self.writes, vetted=False)
-        except (StoreError, OSError) as error:
-            if self._is_open.acquire(blocking=False):
-                self._unclaim()
-            raise GoneError(str(error)) from None
+            return self
+        self.close()
+        return GenerationFiles(self.directory, writes=self.writes)
 
     def _unclaim(self) -> None:
         if self._claim is not None:
