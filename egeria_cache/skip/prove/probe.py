@@ -30,7 +30,6 @@ from egeria_cache.skip.serve.placeholder import (
     Placeholder,
     Scene,
     Source,
-    Unavailable,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -128,7 +127,7 @@ class Prober:
                     return
                 if not kept:
                     continue
-                raise Escape.at(kept, "something that keeps it (a hook, an attribute, a global)")
+                raise Escape.at(kept, "what the forward leaves (an output, a hook, a global)")
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
@@ -140,7 +139,7 @@ class Prober:
             leaves, _ = copied.call.result(copied.forward(*args, **kwargs))
         copied.call.lent.clear()  # they hold placeholders, as they were given
         run.scene.finished = True
-        escaped = {source for p in _leaked(leaves) for source in p.sources}
+        escaped = {source for p in placeholders(leaves) for source in p.sources}
         if escaped:
             raise Escape.at(escaped, "the model's output")
         return leaves
@@ -243,18 +242,3 @@ class _ProbeRun(ReplayRun):
 def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:
     """Begin a run of a copy on placeholders, which meet its modules as well as the model's."""
     return Scene(copied.names(plan.names), copied.ids(plan.ancestors))
-
-
-def _leaked(output: Any) -> list[Placeholder]:
-    return placeholders([_inside(leaf, depth=6) for leaf in tree_leaves(output)])
-
-
-def _inside(leaf: Any, depth: int) -> Any:
-    """Look into objects that are no pytrees (dataclasses, caches of keys and values)."""
-    if isinstance(leaf, Tensor | Unavailable) or depth == 0:
-        return leaf
-    if isinstance(leaf, dict):
-        return [_inside(item, depth - 1) for item in leaf.values()]
-    if isinstance(leaf, list | tuple):
-        return [_inside(item, depth - 1) for item in leaf]
-    return [_inside(item, depth - 1) for item in getattr(leaf, "__dict__", {}).values()]
