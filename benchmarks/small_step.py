@@ -41,7 +41,7 @@ from egeria_cache.gate import policy
 from egeria_cache.loader import assembly, one_pass, plan
 from egeria_cache.skip import engine
 from egeria_cache.skip.serve import call, placeholder, replay
-from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
+from egeria_cache.skip.serve.plan import PlanCache
 
 STOP = 8
 """Layers of nine that are frozen."""
@@ -73,7 +73,7 @@ NAMED = (
     (AUDITS, engine.SkipEngine, "_recomputed"),
     ("counting", policy.Counters, "batch"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
-    ("what a replay may have to undo", ReplayPlan, "save_buffers"),
+    ("what is left out", placeholder.Scene, "leave_out"),
     ("skipped modules' calls", replay.ReplayRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
     ("replay", replay, "replay"),
