@@ -12,13 +12,13 @@ and the placeholders stand for these numbers: no code of the user's runs a secon
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.call import autocast_modes
 
-_NUMBERS = itertools.count(1)
+_NOTHING: Mapping[str, Any] = {}
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
 _MAX_RESULTS = 4096
@@ -72,42 +72,51 @@ class Escape(BoundaryError):  # noqa: N818
         return error
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
+@dataclass(slots=True, eq=False)
+class _Mark:
     """Stands for a placeholder, which it does not keep."""
 
-    at: int
+    known: Callable[[], Placeholder | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """Stands for an object that may hold placeholders."""
+    """Stands for an object that may hold placeholders, and does not keep it."""
 
-    known: weakref.ref[Any]
-    kind: type
-    parts: dict[str, Any] | None
-    """What it holds, if it can be made anew."""
+    known: Callable[[], Any]
+    """Returns it, or None."""
+    parts: Any
+    """Of what it is made anew, as `copy` would; None if that cannot be."""
+
+
+def _nowhere() -> None:
+    """Stand for a reference to what can have none."""
+
+
+_made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
+_MAX_DEPTH = 6
+_Modes = tuple[bool, tuple[tuple[str, str], ...]]
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a function as it would be called now: with these modes on."""
-    grad = torch.is_grad_enabled()
-    modes = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+def modes_now() -> _Modes:
+    """Return whether autograd records, and what autocast does."""
+    return torch.is_grad_enabled(), (
+        autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+    )
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, _ in autocast_modes():
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            for kind, dtype in modes:
-                stack.enter_context(torch.autocast(kind, getattr(torch, dtype[len("torch.") :])))
-            return function(*args, **kwargs)
 
-    return call
+def _in_modes(modes: _Modes, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(modes[0]))
+        for kind, _ in autocast_modes():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in modes[1]:
+            stack.enter_context(torch.autocast(kind, getattr(torch, dtype[len("torch.") :])))
+        return function(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -128,47 +137,66 @@ class Scene:
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
-    left_out: list[tuple[Callable[..., Any], Any, list[int]]] = field(default_factory=list)
-    """Calls that were not made: a function, what it is given, and numbers of the placeholders that
-    stand for the leaves of what it gives."""
+    left_out: list[tuple[Callable[..., Any], Any, list[Any], _Modes]] = field(default_factory=list)
+    """Calls that were not made: a function, what it is given, the placeholders that stand for the
+    leaves of what it gives, and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
-    stored: list[tuple[int, Tensor, int]] = field(default_factory=list)
-    """Numbers of placeholders in whose place a tensor was given out, that, and its version then."""
-    values: dict[int, Any] = field(default_factory=dict)
-    """What placeholders stand for, by their numbers, once that was computed."""
+    stored: list[tuple[_Mark, Tensor, int]] = field(default_factory=list)
+    """Placeholders in whose place a tensor was given out, that, and its version then."""
+    values: dict[_Mark, Any] = field(default_factory=dict)
+    """What they give, while it is computed."""
     why: BoundaryError | None = None
     """What has needed it."""
 
     def begin(self) -> None:
         """There is another run."""
         self.after_boundary = self.finished = False
-        for of_the_last in (self.made, self.left_out, self.read, self.stored):
+        for of_the_last in (self.made, self.left_out, self.read, self.stored, self.values):
             of_the_last.clear()
 
     def leave_out(
-        self, function: Callable[..., Any], gives: Iterable[Any], args: Any = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        gives: Iterable[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+        modes: _Modes = (False, ()),
     ) -> None:
         """Remember a call that is not made."""
         if self.is_hit:
-            given = [getattr(one, "number", 0) for one in gives]
-            self.left_out.append((function, self._numbered((args, kwargs or {})), given))
+            marks = [one.mark if type(one) is Placeholder else None for one in gives]
+            given: Any = (*map(self._marked, args),), {}
+            if kwargs:
+                given = given[0], {key: self._marked(value) for key, value in kwargs.items()}
+            self.left_out.append((function, given, marks, modes))
 
-    def _numbered(self, node: Any) -> Any:
+    def _marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         if isinstance(node, Placeholder):
-            return _Number(node.number)
+            return node.mark
         if isinstance(node, Tensor):
             self.read.append((node, _version(node)))
-        elif isinstance(node, tuple | list):
-            given = map(self._numbered, node)
-            return type(node)(*given) if hasattr(node, "_fields") else type(node)(given)
-        elif type(node) is dict:
-            return {key: self._numbered(value) for key, value in node.items()}
-        elif type(node).__module__ not in ("builtins", "torch"):
-            with contextlib.suppress(TypeError):
-                parts = self._numbered(vars(node)) if is_dataclass(node) else None
-                return _Object(weakref.ref(node), type(node), parts)
+        elif isinstance(node, tuple) or (
+            gc.is_tracked(node) and not isinstance(node, nn.Module | type)
+        ):
+            inner = functools.partial(self._marked, depth=depth - 1)
+            if depth and type(node) in (tuple, list):
+                return type(node)(map(inner, node))
+            if depth and type(node) is dict:
+                return {key: inner(value) for key, value in node.items()}
+            return self._object(node, inner if depth else None)
         return node
+
+    def _object(self, node: Any, inner: Callable[[Any], Any] | None) -> _Object:
+        known: Callable[[], Any] = _nowhere
+        parts = None
+        with contextlib.suppress(TypeError):
+            known = weakref.ref(node)
+        with contextlib.suppress(Exception):
+            if inner is not None and len(reduced := node.__reduce_ex__(4)) > 1:
+                first, *items = reduced[:3], *(list(some or ()) for some in reduced[3:5])
+                parts = inner((*first, *items))
+        return _Object(known, parts)
 
     def settle(self, why: BoundaryError) -> bool:
         """Compute what was left out, and leave nothing out any more; False if that cannot be."""
@@ -177,11 +205,15 @@ class Scene:
                 return False
             self.why, self.after_boundary = why, True
             try:
-                with torch._C._EnableTorchFunction(), torch.no_grad():
-                    for function, given, numbers in self.left_out:
+                with torch._C._EnableTorchFunction():
+                    for function, given, marks, modes in self.left_out:
                         args, kwargs = self._real(given)
-                        leaves = tree_leaves(function(*args, **kwargs))
-                        self.values.update(zip(numbers, leaves, strict=False))
+                        leaves = tree_leaves(_in_modes(modes, function, *args, **kwargs))
+                        for mark, leaf in zip(marks, leaves, strict=False):
+                            if mark is not None:
+                                self.values[mark] = leaf
+                            if mark is not None and (one := mark.known()) is not None:
+                                one.value = leaf
                     self._share()
             except BaseException as error:
                 self.why = None
@@ -191,29 +223,28 @@ class Scene:
 
     def give_out(self, instead: Placeholder, given: Tensor) -> None:
         """A tensor is given out in the place of a placeholder."""
-        self.stored.append((instead.number, given, _version(given)))
+        self.stored.append((instead.mark, given, _version(given)))
 
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, if others lie there."""
-        for number, given, then in self.stored:
-            own = self.values[number]
-            if any(overlap(own, other) for n, other in self.values.items() if n != number):
+        for mark, given, then in self.stored:
+            own = self.values[mark]
+            if any(overlap(own, other) for m, other in self.values.items() if m is not mark):
                 if _version(given) != then:
                     raise ReferenceError
                 given.data = own
 
     def _real(self, given: Any) -> Any:
-        def real(one: _Number | _Object) -> Any:
-            if isinstance(one, _Number):
-                return self.values[one.at]
+        def real(one: _Mark | _Object) -> Any:
+            if isinstance(one, _Mark):
+                return self.values[one]
             if (known := one.known()) is None:
                 if one.parts is None:
                     raise ReferenceError
-                known = object.__new__(one.kind)
-                known.__dict__.update(self._real(one.parts))
+                known = _made_of(None, None, *self._real(one.parts))
             return known
 
-        return tree_map_only((_Number, _Object), real, given)
+        return tree_map_only((_Mark, _Object), real, given)
 
     def kept(self, own: Sequence[Placeholder] = (), held: Sequence[int] = ()) -> frozenset[Source]:
         """Return the sources of the placeholders that somebody still holds.
@@ -257,7 +288,9 @@ class Placeholder(Tensor):
     scene: Scene
     is_callers: bool
     """Whether its memory is that of an input: what is written there, the caller sees."""
-    number: int
+    mark: _Mark
+    value: Tensor
+    """What it stands for, once that was computed."""
 
     @staticmethod
     def like(
@@ -273,8 +306,9 @@ class Placeholder(Tensor):
             Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
-        tensor.is_callers, tensor.number = is_callers, next(_NUMBERS)
-        scene.made.append(weakref.ref(tensor))
+        tensor.is_callers, known = is_callers, weakref.ref(tensor)
+        tensor.mark = _Mark(known)
+        scene.made.append(known)
         return tensor
 
     @staticmethod
@@ -369,8 +403,7 @@ class Placeholder(Tensor):
             escape = Escape.at(self.sources, self.scene.current_module() or what)
             if not self.scene.settle(escape):
                 raise escape
-        number: Tensor = self.scene.values[self.number]
-        return number
+        return self.value
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self.number_of("numpy()").numpy(*args, **kwargs)

@@ -32,7 +32,7 @@ from egeria_cache.skip.serve.placeholder import (
     Scene,
     Source,
     Unavailable,
-    as_now,
+    modes_now,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -223,7 +223,7 @@ class ReplayRun:
             if self.looks:
                 self.skipping(index, args, kwargs)
             leaves = self._leaves.get(index) or self._stand_ins(index)
-            self.scene.leave_out(as_now(original), leaves, args, kwargs)
+            self.scene.leave_out(original, leaves, args, kwargs, modes_now())
             if step.cached or step.constants or self.plan.same:
                 stand_ins, leaves = leaves, self._with_values(index, leaves)
                 for j in step.cached:
