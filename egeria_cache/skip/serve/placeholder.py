@@ -29,7 +29,6 @@ from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.serve.call import autocast_modes
 
-_NOTHING: Mapping[str, Any] = {}
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
 _MAX_RESULTS = 4096
@@ -94,19 +93,12 @@ def _nowhere() -> None:
 
 
 _made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
-_MAX_DEPTH = 6
+_MAX_DEPTH = 8
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def modes_now() -> _Modes:
-    """Return whether autograd records, and what autocast does."""
-    return torch.is_grad_enabled(), (
-        autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-    )
 
 
 def _in_modes(modes: _Modes, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +129,11 @@ class Scene:
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
-    left_out: list[tuple[Callable[..., Any], Any, list[Any], _Modes]] = field(default_factory=list)
-    """Calls that were not made: a function, what it is given, the placeholders that stand for the
-    leaves of what it gives, and in which modes."""
+    left_out: list[tuple[Callable[..., Any], Any, Sequence[Any], _Modes]] = field(
+        default_factory=list
+    )
+    """Calls that were not made: a function, what it is given, the leaves of what it gives (marks of
+    placeholders, or placeholders that are used in every run), and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
     stored: list[tuple[_Mark, Tensor, int]] = field(default_factory=list)
@@ -149,29 +143,14 @@ class Scene:
     why: BoundaryError | None = None
     """What has needed it."""
 
-    def begin(self) -> None:
-        """There is another run."""
-        self.after_boundary = self.finished = False
-        for of_the_last in (self.made, self.left_out, self.read, self.stored, self.values):
-            of_the_last.clear()
-
-    def leave_out(
-        self,
-        function: Callable[..., Any],
-        gives: Iterable[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = _NOTHING,
-        modes: _Modes = (False, ()),
-    ) -> None:
-        """Remember a call that is not made."""
+    def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
+        """Remember an operation that is not done."""
         if self.is_hit:
-            marks = [one.mark if type(one) is Placeholder else None for one in gives]
-            given: Any = (*map(self._marked, args),), {}
-            if kwargs:
-                given = given[0], {key: self._marked(value) for key, value in kwargs.items()}
-            self.left_out.append((function, given, marks, modes))
+            marks = [getattr(one, "mark", None) for one in tree_leaves(output)]
+            self.left_out.append((function, self.marked(given), marks, (False, ())))
 
-    def _marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
+    def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
+        """Return what a call is given, with marks for placeholders, none of which is kept."""
         if isinstance(node, Placeholder):
             return node.mark
         if isinstance(node, Tensor):
@@ -179,7 +158,7 @@ class Scene:
         elif isinstance(node, tuple) or (
             gc.is_tracked(node) and not isinstance(node, nn.Module | type)
         ):
-            inner = functools.partial(self._marked, depth=depth - 1)
+            inner = functools.partial(self.marked, depth=depth - 1)
             if depth and type(node) in (tuple, list):
                 return type(node)(map(inner, node))
             if depth and type(node) is dict:
@@ -206,24 +185,21 @@ class Scene:
             self.why, self.after_boundary = why, True
             try:
                 with torch._C._EnableTorchFunction():
-                    for function, given, marks, modes in self.left_out:
+                    for function, given, gives, modes in self.left_out:
                         args, kwargs = self._real(given)
                         leaves = tree_leaves(_in_modes(modes, function, *args, **kwargs))
-                        for mark, leaf in zip(marks, leaves, strict=False):
-                            if mark is not None:
+                        for one, leaf in zip(gives, leaves, strict=False):
+                            mark = getattr(one, "mark", one)
+                            if isinstance(mark, _Mark):
                                 self.values[mark] = leaf
-                            if mark is not None and (one := mark.known()) is not None:
-                                one.value = leaf
+                                if (known := mark.known()) is not None:
+                                    known.value = leaf
                     self._share()
             except BaseException as error:
                 self.why = None
                 if not isinstance(error, ReferenceError):
                     raise
         return self.why is not None
-
-    def give_out(self, instead: Placeholder, given: Tensor) -> None:
-        """A tensor is given out in the place of a placeholder."""
-        self.stored.append((instead.mark, given, _version(given)))
 
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, if others lie there."""
@@ -382,7 +358,7 @@ class Placeholder(Tensor):
         for tensor in written:
             _after_write(tensor, sources, scene, str(func))
         if written and isinstance(result, Tensor):
-            scene.leave_out(func, (), *given)
+            scene.leave_out(func, given, None)
             return written[0]
         is_callers = _gives_views(func) and any(one.is_callers for one in found)
 
@@ -390,7 +366,7 @@ class Placeholder(Tensor):
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
 
         output = tree_map_only(Tensor, wrap, result)
-        scene.leave_out(func, tree_leaves(output), *given)
+        scene.leave_out(func, given, output)
         return output
 
     def number_of(self, what: str = "the model's output") -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -23,7 +22,7 @@ from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.calls import Replaced, intercept, put_back, take_over, when_returned
-from egeria_cache.skip.serve.call import Invocation, plain
+from egeria_cache.skip.serve.call import Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import (
@@ -32,7 +31,6 @@ from egeria_cache.skip.serve.placeholder import (
     Scene,
     Source,
     Unavailable,
-    modes_now,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -194,7 +192,10 @@ class ReplayRun:
         """Enter with these values of the cached tensors."""
         self.values = values
         self._position, self._inside, self._thread = 0, False, get_ident()
-        self.scene.begin()
+        scene = self.scene
+        scene.after_boundary = scene.finished = False
+        for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored, scene.values):
+            of_the_last.clear()
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -223,11 +224,16 @@ class ReplayRun:
             if self.looks:
                 self.skipping(index, args, kwargs)
             leaves = self._leaves.get(index) or self._stand_ins(index)
-            self.scene.leave_out(original, leaves, args, kwargs, modes_now())
+            if (scene := self.scene).is_hit:
+                is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
+                given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
+                cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+                scene.left_out.append((original, given, leaves, (torch.is_grad_enabled(), cast)))
             if step.cached or step.constants or self.plan.same:
                 stand_ins, leaves = leaves, self._with_values(index, leaves)
                 for j in step.cached:
-                    self.scene.give_out(stand_ins[j], leaves[j])
+                    version = 0 if leaves[j].is_inference() else leaves[j]._version
+                    scene.stored.append((stand_ins[j].mark, leaves[j], version))
             output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
         if self._position == len(steps):
@@ -257,7 +263,9 @@ class ReplayRun:
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
             self.own.append(self._inputs[key])
-        self.scene.leave_out(partial(plain, leaf), [self._inputs[key]])
+        if self.scene.is_hit:
+            own = [self._inputs[key]]
+            self.scene.left_out.append((plain, ((leaf,), {}), own, (False, ())))
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
@@ -426,7 +434,7 @@ def replay(
             torch.set_rng_state(generators)
         raise
     finally:
-        run.scene.begin()
+        run.begin({})
         run.scene.finished = True
         put_back(replaced)
         if run.scene.why is not None:

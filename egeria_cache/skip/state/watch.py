@@ -126,10 +126,12 @@ class Layout:
             self.look_into(where, own.get(key))
         if "_modules" in keys:
             where = f"the children of {name!r}" if name else "the children of the model"
-            num = None
             if self._is_sequence:  # all that it does is to run one after another
                 num = 1 + max(i for i, one in enumerate(children.values()) if self._runs(one))
-            self.looks.append((where, lambda: tuple(islice(own["_modules"].values(), num))))
+                self.looks.append((where, lambda: tuple(islice(own["_modules"].values(), num))))
+            else:
+                self.looks.append((where, partial(own.get, "_modules")))
+                self.looks.append((where, partial(tuple, children.values())))
 
     def _runs(self, module: nn.Module) -> bool:
         return any(id(one) in self._run for one in module.modules())
