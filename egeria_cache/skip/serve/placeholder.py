@@ -136,8 +136,8 @@ class Scene:
     placeholders, or placeholders that are used in every run), and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
-    stored: list[tuple[_Mark, Tensor, int]] = field(default_factory=list)
-    """Placeholders in whose place a tensor was given out, that, and its version then."""
+    stored: list[tuple[_Mark, Tensor]] = field(default_factory=list)
+    """Placeholders in whose place a tensor was given out."""
     values: dict[_Mark, Any] = field(default_factory=dict)
     """What they give, while it is computed."""
     why: BoundaryError | None = None
@@ -195,20 +195,17 @@ class Scene:
                                 if (known := mark.known()) is not None:
                                     known.value = leaf
                     self._share()
-            except BaseException as error:
+            except ReferenceError:
                 self.why = None
-                if not isinstance(error, ReferenceError):
-                    raise
         return self.why is not None
 
     def _share(self) -> None:
-        """Let what was given out lie in the memory of its like, if others lie there."""
-        for mark, given, then in self.stored:
+        """Let what was given out lie in the memory of its like, as it is by now, if others do."""
+        for mark, given in self.stored:
             own = self.values[mark]
             if any(overlap(own, other) for m, other in self.values.items() if m is not mark):
-                if _version(given) != then:
-                    raise ReferenceError
-                given.data = own
+                with torch.no_grad():
+                    given.data = own.copy_(given)
 
     def _real(self, given: Any) -> Any:
         def real(one: _Mark | _Object) -> Any:
