@@ -146,7 +146,8 @@ class Scene:
     def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
         """Remember an operation that is not done."""
         if self.is_hit:
-            marks = [getattr(one, "mark", None) for one in tree_leaves(output)]
+            leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
+            marks = [getattr(one, "mark", None) for one in leaves]
             self.left_out.append((function, self.marked(given), marks, (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
@@ -362,7 +363,7 @@ class Placeholder(Tensor):
         def wrap(one: Tensor) -> Placeholder:
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
 
-        output = tree_map_only(Tensor, wrap, result)
+        output = wrap(result) if isinstance(result, Tensor) else tree_map_only(Tensor, wrap, result)
         scene.leave_out(func, given, output)
         return output
 

@@ -231,7 +231,8 @@ class ReplayRun:
                 scene.left_out.append((original, given, leaves, (torch.is_grad_enabled(), cast)))
             if step.cached or step.constants or self.plan.same:
                 stand_ins, leaves = leaves, self._with_values(index, leaves)
-                scene.stored += ((stand_ins[j].mark, leaves[j]) for j in step.cached)
+                for j in step.cached:
+                    scene.stored.append((stand_ins[j].mark, leaves[j]))
             output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
         self._position += 1
         if self._position == len(steps):

@@ -10,7 +10,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
-from itertools import chain, islice, product
+from itertools import chain, product
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -36,7 +36,7 @@ from egeria_cache.pystate import (
     own_dict,
     own_slots,
 )
-from egeria_cache.skip.model.calls import ForwardSlot
+from egeria_cache.skip.model.calls import ForwardSlot, first_children
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.hooks import HOOKS, global_hooks, own_hooks
 
@@ -128,7 +128,7 @@ class Layout:
             where = f"the children of {name!r}" if name else "the children of the model"
             if self._is_sequence:  # all that it does is to run one after another
                 num = 1 + max(i for i, one in enumerate(children.values()) if self._runs(one))
-                self.looks.append((where, lambda: tuple(islice(own["_modules"].values(), num))))
+                self.looks.append((where, partial(first_children, module, num)))
             else:
                 self.looks.append((where, partial(own.get, "_modules")))
                 self.looks.append((where, partial(tuple, children.values())))
