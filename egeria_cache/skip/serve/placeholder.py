@@ -17,9 +17,9 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class Escape(BoundaryError):  # noqa: N818
 class _Mark:
     """Stands for a placeholder, which it does not keep."""
 
-    known: Callable[[], Placeholder | None]
+    known: Callable[[], Placeholder | Unavailable | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,13 @@ class Scene:
         """Remember an operation that is not done."""
         if self.is_hit:
             leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
-            marks = [getattr(one, "mark", None) for one in leaves]
+            marks = list(map(_mark_of, leaves))
             self.left_out.append((function, self.marked(given), marks, (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept."""
-        if isinstance(node, Placeholder):
-            return node.mark
+        if (mark := _mark_of(node)) is not None:
+            return mark
         if isinstance(node, Tensor):
             self.read.append((node, _version(node)))
         elif isinstance(node, tuple) or (
@@ -190,11 +190,10 @@ class Scene:
                         args, kwargs = self._real(given)
                         leaves = tree_leaves(_in_modes(modes, function, *args, **kwargs))
                         for one, leaf in zip(gives, leaves, strict=False):
-                            mark = getattr(one, "mark", one)
-                            if isinstance(mark, _Mark):
+                            if (mark := _mark_of(one)) is not None:
                                 self.values[mark] = leaf
                                 if (known := mark.known()) is not None:
-                                    known.value = leaf
+                                    vars(known)["_value"] = leaf
                     self._share()
             except ReferenceError:
                 self.why = None
@@ -263,7 +262,7 @@ class Placeholder(Tensor):
     is_callers: bool
     """Whether its memory is that of an input: what is written there, the caller sees."""
     mark: _Mark
-    value: Tensor
+    _value: Tensor
     """What it stands for, once that was computed."""
 
     @staticmethod
@@ -377,7 +376,7 @@ class Placeholder(Tensor):
             escape = Escape.at(self.sources, self.scene.current_module() or what)
             if not self.scene.settle(escape):
                 raise escape
-        return self.value
+        return self._value
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self.number_of("numpy()").numpy(*args, **kwargs)
@@ -408,25 +407,49 @@ class Placeholder(Tensor):
 
 
 class Unavailable:
-    """An object that a skipped module would have made, and whose content nobody may read."""
+    """An object that a skipped module would have made; its content is computed once it is read."""
 
-    def __init__(self, sources: frozenset[Source]) -> None:
-        self.__dict__["_sources"] = sources
+    def __init__(self, sources: frozenset[Source], scene: Scene | None = None) -> None:
+        vars(self).update(_sources=sources, _scene=scene, _mark=_Mark(weakref.ref(self)))
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Escape.at(self._sources, f".{name}")
+        return getattr(self._object(f".{name}"), name)
 
-    def at(self, index: int, leaf: int) -> Unavailable:
+    def at(self, index: int, leaf: int, scene: Scene) -> Unavailable:
         """Return another one, as that leaf of that step's output."""
         found: frozenset[Source] = self.__dict__["_sources"]
-        return Unavailable(frozenset(replace(one, index=index, leaf=leaf) for one in found))
+        sources = frozenset(replace(one, index=index, leaf=leaf) for one in found)
+        return Unavailable(sources, scene)
 
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise Escape.at(self._sources, "the caller")
+    def _object(self, what: str = "the caller") -> Any:
+        escape, scene = Escape.at(self._sources, what), self._scene
+        if scene is None or scene.finished or not scene.settle(escape):
+            raise escape
+        return self._value
 
-    __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    def __getitem__(self, key: Any) -> Any:
+        return self._object()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._object())
+
+    def __len__(self) -> int:
+        return len(self._object())
+
+    def __bool__(self) -> bool:
+        return bool(self._object())
+
+
+def _mark_of(node: Any) -> _Mark | None:
+    """Return the mark of what stands for something else."""
+    kind = type(node)
+    if kind is Placeholder:
+        return node.mark  # type: ignore[no-any-return]
+    if kind is Unavailable:
+        return vars(node)["_mark"]  # type: ignore[no-any-return]
+    return node if kind is _Mark else None
 
 
 def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()) -> str | None:

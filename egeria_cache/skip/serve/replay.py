@@ -276,7 +276,7 @@ class ReplayRun:
                 meta = leaf.empty(self.batch_size, torch.device("meta"))
                 leaves.append(Placeholder.like(meta, leaf.device, sources, self.scene))
             elif isinstance(leaf, Unavailable):
-                leaves.append(leaf.at(index, j))
+                leaves.append(leaf.at(index, j, self.scene))
             else:
                 leaves.append(leaf)
         if not self.looks:  # a dry run looks who keeps them
