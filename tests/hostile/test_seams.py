@@ -6,6 +6,7 @@ import random
 import threading
 from contextlib import closing, nullcontext
 from tempfile import NamedTemporaryFile, mkdtemp, mkstemp, mktemp
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,6 +110,25 @@ FORWARDS = {
 @hostile(over=FORWARDS)
 def test_a_head_that_writes_to_the_front_s_output_late(run, write):
     model = net(forward=write, late_now=False, kept=[], norm=nn.BatchNorm1d(3))
+    trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
+
+
+class Boxed(nn.Linear):
+    """Gives an object that PyTorch knows no parts of."""
+
+    def forward(self, x):
+        return SimpleNamespace(h=super().forward(x))
+
+
+@hostile
+def test_an_object_of_the_front_is_read_late(run):
+    def forward(m, x):
+        out = m.norm(m.back(m.middle(box := m.early(x))))
+        return out + box.h.mean() if m.late_now else out
+
+    opened = type("Opened", (nn.Linear,), {"forward": lambda m, box: nn.Linear.forward(m, box.h)})
+    own = {"early": Boxed(6, 8), "middle": opened(8, 8), "norm": nn.BatchNorm1d(3)}
+    model = net(forward=forward, late_now=False, **own)
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
 
 
