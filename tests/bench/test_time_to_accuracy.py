@@ -7,11 +7,7 @@ import torch
 
 from benchmarks.harness import output
 from benchmarks.time_to_accuracy import __main__ as benchmark
-from benchmarks.time_to_accuracy.summary import (
-    summarise_task,
-    targets_of,
-    time_to,
-)
+from benchmarks.time_to_accuracy.summary import summarise_task, targets_of, time_to
 from benchmarks.time_to_accuracy.tasks import TASKS, quick
 
 PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from egeria_cache.skip import leaves_behind
 from egeria_core import LayerError, find_layers
 from egeria_core.watch.forward import LayerMap
-from tests.helpers.core_nets import (
-    FAMILIES,
-    ResNet,
-    family_batch,
-    mlp,
-)
+from tests.helpers.core_nets import FAMILIES, ResNet, family_batch, mlp
 
 
 def names(model: nn.Module, **options: object) -> list[str]:

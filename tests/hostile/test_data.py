@@ -13,27 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    ConcatDataset,
-    RandomSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import one_ahead, trained
-from tests.hostile.nets import (
-    Collate,
-    Net,
-    Pairs,
-    Scale,
-    inputs,
-    labels,
-    made,
-    rows,
-    seeded,
-)
+from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, rows, seeded
 from tests.hostile.places import COUNTERS
 
 

@@ -10,15 +10,7 @@ from torch.utils.data import TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile
 from tests.hostile.loops import ce, trained
-from tests.hostile.nets import (
-    ConvNet,
-    Net,
-    images,
-    inputs,
-    labels,
-    net,
-    rows,
-)
+from tests.hostile.nets import ConvNet, Net, images, inputs, labels, net, rows
 from tests.hostile.places import WRITES
 
 

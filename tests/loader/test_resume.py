@@ -6,13 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from egeria_cache.loader.loader import EgeriaLoader
 from tests.helpers.runs import resumable

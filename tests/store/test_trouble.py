@@ -28,12 +28,7 @@ from egeria_cache.inspect.report import contents, survey, verify
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
 from egeria_cache.store.disk.files import GoneError, inspected
-from egeria_cache.store.disk.manifest import (
-    ROOT_FORMAT,
-    DamagedError,
-    generation_name,
-    write_json,
-)
+from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, generation_name, write_json
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.records.keys import encode_keys
