@@ -139,7 +139,7 @@ class Encoded:
     def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], memoryview]]:
         """Yield where each of some neighbours begins, and their bytes, each record at a multiple of
         8: so many bytes together at most, or one record that is more. They lie in one place, in
-        turns: new memory for each took a fifth of what writing takes.
+        turns: each is good until the next.
         """
         room, starts, end = memoryview(bytearray(most_bytes)), list[int](), 0
         for size, own in zip(self.sizes, self.pieces, strict=True):
