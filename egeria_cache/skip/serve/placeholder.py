@@ -12,7 +12,6 @@ and the placeholders stand for these numbers: no code of the user's runs a secon
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import sys
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.serve.call import autocast_modes
+from egeria_cache.skip.serve.call import PLAIN, autocast_modes
 
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
@@ -84,15 +83,15 @@ class _Object:
 
     known: Callable[[], Any]
     """Returns it, or None."""
-    parts: Any
-    """Of what it is made anew, as `copy` would; None if that cannot be."""
+    kind: type
+    parts: dict[str, Any] | None
+    """Attributes of which it is made anew, tensors and plain values; None if it holds more."""
 
 
 def _nowhere() -> None:
     """Stand for a reference to what can have none."""
 
 
-_made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
 _MAX_DEPTH = 8
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
 
@@ -162,21 +161,22 @@ class Scene:
             inner = functools.partial(self.marked, depth=depth - 1)
             if depth and type(node) in (tuple, list):
                 return type(node)(map(inner, node))
+            if depth and isinstance(node, tuple) and hasattr(node, "_fields"):
+                return type(node)(*map(inner, node))
             if depth and type(node) is dict:
                 return {key: inner(value) for key, value in node.items()}
-            return self._object(node, inner if depth else None)
+            return self._object(node)
         return node
 
-    def _object(self, node: Any, inner: Callable[[Any], Any] | None) -> _Object:
+    def _object(self, node: Any) -> _Object:
         known: Callable[[], Any] = _nowhere
-        parts = None
+        own, parts = getattr(node, "__dict__", {}), None
         with contextlib.suppress(TypeError):
             known = weakref.ref(node)
-        with contextlib.suppress(Exception):
-            if inner is not None and len(reduced := node.__reduce_ex__(4)) > 1:
-                first, *items = reduced[:3], *(list(some or ()) for some in reduced[3:5])
-                parts = inner((*first, *items))
-        return _Object(known, parts)
+        is_plain = type(own) is dict and getattr(type(node), "__new__", None) is object.__new__
+        if is_plain and all(isinstance(v, Tensor) or type(v) in PLAIN for v in own.values()):
+            parts = {name: self.marked(one) for name, one in own.items()}
+        return _Object(known, type(node), parts)
 
     def settle(self, why: BoundaryError) -> bool:
         """Compute what was left out, and leave nothing out any more; False if that cannot be."""
@@ -214,7 +214,8 @@ class Scene:
             if (known := one.known()) is None:
                 if one.parts is None:
                     raise ReferenceError
-                known = _made_of(None, None, *self._real(one.parts))
+                known = object.__new__(one.kind)
+                known.__dict__.update(self._real(one.parts))
             return known
 
         return tree_map_only((_Mark, _Object), real, given)
