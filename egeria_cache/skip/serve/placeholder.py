@@ -12,9 +12,11 @@ and the placeholders stand for these numbers: no code of the user's runs a secon
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
-from egeria_cache.skip.serve.call import PLAIN, autocast_modes
+from egeria_cache.skip.serve.call import autocast_modes
 
 _RESULTS: dict[Any, Any] = {}
 """Results of operators on meta tensors: many go through Python and take half a millisecond."""
@@ -83,17 +85,31 @@ class _Object:
 
     known: Callable[[], Any]
     """Returns it, or None."""
-    kind: type
-    parts: dict[str, Any] | None
-    """Attributes of which it is made anew, tensors and plain values; None if it holds more."""
+    parts: Any
+    """Of what it is made anew, as `copy` would; None if that cannot be."""
 
 
 def _nowhere() -> None:
     """Stand for a reference to what can have none."""
 
 
-_MAX_DEPTH = 8
+_made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
+_MAX_DEPTH, _MAX_HELD = 8, 256
+_NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
+
+
+def _may_hold_some(node: Any) -> bool:
+    """Whether an object may hold what stands for something else; most hold none, and are kept."""
+    seen, pending = {id(node)}, [node]
+    while pending and len(seen) < _MAX_HELD:
+        for one in gc.get_referents(pending.pop()):
+            if isinstance(one, Placeholder | Unavailable):
+                return True
+            if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
+                seen.add(id(one))
+                pending.append(one)
+    return bool(pending)
 
 
 def _version(tensor: Tensor) -> int:
@@ -161,22 +177,22 @@ class Scene:
             inner = functools.partial(self.marked, depth=depth - 1)
             if depth and type(node) in (tuple, list):
                 return type(node)(map(inner, node))
-            if depth and isinstance(node, tuple) and hasattr(node, "_fields"):
-                return type(node)(*map(inner, node))
             if depth and type(node) is dict:
                 return {key: inner(value) for key, value in node.items()}
-            return self._object(node)
+            if _may_hold_some(node):
+                return self._object(node, inner if depth else None)
         return node
 
-    def _object(self, node: Any) -> _Object:
+    def _object(self, node: Any, inner: Callable[[Any], Any] | None) -> _Object:
         known: Callable[[], Any] = _nowhere
-        own, parts = getattr(node, "__dict__", {}), None
+        parts = None
         with contextlib.suppress(TypeError):
             known = weakref.ref(node)
-        is_plain = type(own) is dict and getattr(type(node), "__new__", None) is object.__new__
-        if is_plain and all(isinstance(v, Tensor) or type(v) in PLAIN for v in own.values()):
-            parts = {name: self.marked(one) for name, one in own.items()}
-        return _Object(known, type(node), parts)
+        with contextlib.suppress(Exception):
+            if inner is not None and len(reduced := node.__reduce_ex__(4)) > 1:
+                first, *items = reduced[:3], *(list(some or ()) for some in reduced[3:5])
+                parts = inner((*first, *items))
+        return _Object(known, parts)
 
     def settle(self, why: BoundaryError) -> bool:
         """Compute what was left out, and leave nothing out any more; False if that cannot be."""
@@ -214,8 +230,7 @@ class Scene:
             if (known := one.known()) is None:
                 if one.parts is None:
                     raise ReferenceError
-                known = object.__new__(one.kind)
-                known.__dict__.update(self._real(one.parts))
+                known = _made_of(None, None, *self._real(one.parts))
             return known
 
         return tree_map_only((_Mark, _Object), real, given)
