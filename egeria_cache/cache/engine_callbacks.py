@@ -330,11 +330,7 @@ class EngineCallbacks:
     # ---- audits ---------------------------------------------------------------------------------
 
     def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
-        """Whether the samples are what they were when the batch was given out."""
-        source = batch.context.source
-        what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
-        if what is not None:
-            self.data_changed(source.key, what, unlink=True)
+        """Whether the samples are what they were when the batch was given out, as far as known."""
         if batch.context.is_outdated:
             return False
         self._counts.audited += int(rows.sum())
@@ -348,8 +344,15 @@ class EngineCallbacks:
         return path is None
 
     def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
-        """What is stored is not what the prefix computes: void it, and cache nothing more."""
-        ids = _chosen(batch.ids, rows)
+        """What is stored is not what the prefix computes: void it, and cache nothing more, unless
+        it is the data that have changed since the batch was given out.
+        """
+        source, ids = batch.context.source, _chosen(batch.ids, rows)
+        what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
+        if what is not None:
+            self.data_changed(source.key, what, unlink=True)
+        if batch.context.is_outdated:
+            return
         self._counts.audit_failures += 1
         log.error(
             "AUDIT FAILED for loader %r: %s, among the samples %s (draws %s). What was stored is "

@@ -88,6 +88,7 @@ class Portrait(Snapshot):
     """
 
     def __init__(self, roots: Mapping[str, Any], *, thorough: bool = True) -> None:
+        self.roots = roots
         self._keeps = not thorough
         self._vouched: set[int] = set()
         """Data sets that say themselves what they are."""
@@ -161,11 +162,11 @@ class Portrait(Snapshot):
         self._paths[id(value)] = path
         self._scope = getattr(value, "__globals__", None)
         self._keeps = not (self._is_thorough or holds_threads(value))
-        is_object = not isinstance(value, _NO_OBJECTS) and not callable(value)
-        is_set = is_data_set(value) and not isinstance(value, (*_NO_OBJECTS, type))
+        is_object = not isinstance(value, _NO_OBJECTS)
+        is_set = is_object and not isinstance(value, type) and is_data_set(value)
         is_set |= isinstance(value, Dataset)
         is_trained = isinstance(value, nn.Module) and not is_frozen(value)
-        if (within and is_object and not is_set) or is_trained:
+        if (within and is_object and not is_set and not callable(value)) or is_trained:
             self.doubtful.add(path)
         below: list[tuple[str, Any]] = []
         own = _own_fingerprint(value) if is_set else None

@@ -305,8 +305,10 @@ class Snapshot:
         """Keep one object; yield what else it holds."""
         for place in self._places(path, value):
             yield from self._keep(place)
-        if isinstance(value, _CONTAINERS):
-            yield from self._items(path, value)
+        if isinstance(value, (Tensor, *_CONTAINERS)):
+            if not isinstance(value, Tensor):
+                yield from self._items(path, value)
+            return
         for kinds, names in _PARTS:
             if isinstance(value, kinds):
                 yield from ((path, getattr(value, name, None)) for name in names)

@@ -59,7 +59,7 @@ class Look(NamedTuple):
     """Of the samples; None for those that hold something without bytes."""
     together: int | None
     """Of the batch that they were collated to."""
-    moved: frozenset[str]
+    moved: frozenset[str] = frozenset()
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
     decides: str | None = None
     """What counts loads, and decides what they give."""
@@ -86,31 +86,34 @@ def _place(value: Any) -> int:
     return value.data_ptr() if is_plain else 0
 
 
+def describe(samples: Sequence[Any], collate: Callable[[Any], Any]) -> Look:
+    """Say what samples are, each and together."""
+    prints, together = [sample_print(sample) for sample in samples], None
+    for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves matters
+        with Attempt():
+            together = sample_print(collate(some))
+            break
+    return Look(prints, together)
+
+
 def look(
-    roots: Mapping[str, Any],
-    load: Callable[[], Sequence[Any]],
-    collate: Callable[[Any], Any],
+    before: Portrait, load: Callable[[], Sequence[Any]], collate: Callable[[Any], Any]
 ) -> Look:
-    """Load some samples, and collate them, and describe them."""
-    before, reads = Portrait(roots, thorough=False), _Reads()
+    """Load some samples, and describe them, and what that moves of what `before` shows."""
+    reads = _Reads()
     held = ((one.path, one.where) for one in before.places if isinstance(one.where, Tensor))
     trained = {_place(tensor): path for path, tensor in held if tensor.requires_grad}
     with reads if trained else nullcontext():
-        samples = load()
-        prints, together = [sample_print(sample) for sample in samples], None
-        for some in (samples, samples[-2:]):  # it may take no such batch; what it leaves matters
-            with Attempt():
-                together = sample_print(collate(some))
-                break
+        seen = describe(load(), collate)
     moved = frozenset[str]()
     if before.has_moved():
-        after = Portrait(roots, thorough=False)
+        after = Portrait(before.roots, thorough=False)
         paths = (*before.prints, *after.prints)
         moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
         # A cache that gives up one sample for another is as long as before.
         moved |= {_container(p) for p in moved if (p in before.prints) != (p in after.prints)}
     read = frozenset(trained[place] for place in trained.keys() & reads.places)
-    return Look(prints, together, moved, read=read)
+    return seen._replace(moved=moved, read=read)
 
 
 def _container(path: str) -> str:
@@ -125,14 +128,18 @@ class Fingerprint:
     """
 
     def __init__(
-        self, dataset: Any, roots: Mapping[str, Any], look_at: Callable[[list[int] | None], Look]
+        self,
+        dataset: Any,
+        roots: Mapping[str, Any],
+        look_at: Callable[[list[int] | None, Portrait | None], Look],
     ) -> None:
         """Describe `roots`, all that decides a sample, with `dataset` among them.
 
         Args:
             dataset: The data set; its own `fingerprint` replaces samples and plain attributes.
             roots: Objects by name.
-            look_at: Loads samples by index (None: any) and describes them, in whichever process.
+            look_at: Loads samples by index (None: any) and describes them, in whichever process;
+                and what that moves of the data, if it is given how they are.
         """
         self._dataset = dataset
         self._roots = roots
@@ -141,7 +148,7 @@ class Fingerprint:
         self.age = 0
         """How often the data were seen to be others than before."""
         self._portraits: tuple[Portrait, Portrait]
-        self._shown = Look([], None, frozenset())
+        self._shown = Look([], None)
         """What loading has shown at first."""
         self._asked: Counter[str] = Counter()
         """How often what may decide a sample has moved, and decided none."""
@@ -252,7 +259,7 @@ class Fingerprint:
             return True
         indices, before = self._seen
         with Attempt() as tried:
-            now = self._look_at(indices)
+            now = self._look_at(indices, None)
         if tried.error is not None:
             return True
         return now.prints != before.prints or before.together not in (now.together, None)
@@ -266,7 +273,7 @@ class Fingerprint:
             return None
         prints: Sequence[Any] = ()
         with Attempt():  # what cannot be read now is no other data
-            prints = self._look_at(some).prints
+            prints = self._look_at(some, None).prints
         for index, now in zip(some, prints, strict=False):
             # As at first, all together: a data set may give out memory of its own in turns.
             if now != self._prints[index] and self._gives_others():
@@ -279,7 +286,7 @@ class Fingerprint:
         started = time.perf_counter()
         self._portraits = Portrait(self._roots, thorough=False), Portrait(self._roots)
         self._glance = self._portraits[0]
-        self._prints, self._seen, self._shown = {}, None, Look([], None, frozenset())
+        self._prints, self._seen, self._shown = {}, None, Look([], None)
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful
         if doubtful or not own:
@@ -289,7 +296,7 @@ class Fingerprint:
             if tried.error is not None:  # not indexed by 0..n-1
                 self._prints = {-1: None}
                 with Attempt():
-                    self._shown = self._look_at(None)
+                    self._shown = self._look_at(None, self._glance)
             self._prints = {} if own else self._prints
             if None in self._prints.values():
                 # Nothing is reused by another run, rather than something that may be another's.
@@ -311,8 +318,8 @@ class Fingerprint:
 
     def _see(self, indices: list[int]) -> None:
         """Load samples for the first time."""
-        seen = self._look_at(indices)
-        if self._portraits[1].doubtful and self._look_at(indices).together != seen.together:
+        seen = self._look_at(indices, self._glance)
+        if self._portraits[1].doubtful and self._look_at(indices, None).together != seen.together:
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))

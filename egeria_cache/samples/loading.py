@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
-from egeria_cache.pystate import Snapshot
+from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import (
     NOWHERE,
     Places,
@@ -30,7 +30,7 @@ from egeria_cache.samples.collation import (
 )
 from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.counters import deciding, kept_of, unmoved
-from egeria_cache.samples.fingerprint import Look, look, sample_print
+from egeria_cache.samples.fingerprint import Look, describe, look
 from egeria_cache.samples.generators import GENERATORS, preserved
 from egeria_cache.threads import in_turns
 
@@ -52,6 +52,9 @@ class Task(NamedTuple):
     may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
     looks: bool = False
     """Whether the samples are to be described (`Look`) instead of given."""
+    before: Portrait | bool = False
+    """Whether what loading them moves is to be described, too: the data set as it is, if it is this
+    process's."""
     axes: tuple[Axis, ...] = ()
     """Along which each sample is to be measured: it is collated alone for that."""
     places: bool = False
@@ -131,24 +134,26 @@ class SampleLoader:
     def answer(self, task: Task) -> Any:
         """Return the task's samples in order, described if the task says so; None for no task."""
         if task.looks:
-            roots = {"data set": self.dataset, "collate_fn": self.collate}
-            kept = kept_of(roots)
-            seen = look(roots, lambda: self.load(task), self.collate)
-            if kept.has_moved():
-                some = task.at(range(0, len(task.ids), 4))
-                kept.put_back(copies=True)
-                seen = seen._replace(decides=deciding(roots, lambda: self._prints(some)))
-            return seen
+            return self._moving(task) if task.before else self._described(task)
         with in_turns():
             return None if task.indices is None else self.load(task)
 
-    def _prints(self, task: Task) -> list[int | None]:
+    def _described(self, task: Task) -> Look:
         with preserved():  # the collate function may draw
-            samples = self.load(task)
-            prints = [sample_print(sample) for sample in samples]
-            with Attempt():
-                prints.append(sample_print(self.collate(samples)))
-            return prints
+            return describe(self.load(task), self.collate)
+
+    def _moving(self, task: Task) -> Look:
+        """Describe samples, what loading them moves, and whether that decides what they are."""
+        roots = {"data set": self.dataset, "collate_fn": self.collate}
+        kept, before = kept_of(roots), task.before
+        if not isinstance(before, Portrait) or before.has_moved():
+            before = Portrait(roots, thorough=False)
+        seen = look(before, lambda: self.load(task), self.collate)
+        if kept.has_moved():
+            some = task.at(range(0, len(task.ids), 4))
+            kept.put_back(copies=True)
+            seen = seen._replace(decides=deciding(roots, lambda: self._described(some)))
+        return seen
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""

@@ -28,7 +28,7 @@ from egeria_cache.batch import (
     take_rows,
     unwrap,
 )
-from egeria_cache.pystate import Snapshot
+from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
@@ -124,7 +124,7 @@ class LoaderSource:
             "worker_init_fn": (workers or {}).get("worker_init_fn"),
         }
         look_at = weakref.WeakMethod(self._look_at)  # no cycle
-        self.fingerprint = Fingerprint(dataset, self._roots, lambda at: look_at()(at))  # type: ignore
+        self.fingerprint = Fingerprint(dataset, self._roots, lambda *asked: look_at()(*asked))  # type: ignore
         self.counts: set[str] = set()
         """Leaves that say how many samples a batch has."""
         self._live: list[weakref.ref[Tensor]] = []
@@ -326,10 +326,12 @@ class LoaderSource:
         together = self.study.company is not None
         return self._answer(task._replace(axes=self.axes, places=together))
 
-    def _look_at(self, indices: list[int] | None) -> Look:
+    def _look_at(self, indices: list[int] | None, before: Portrait | None) -> Look:
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
         task = Task(-1, indices, self.identify(indices), [0] * len(indices), self.seed, looks=True)
+        if before is not None:
+            task = task._replace(before=before if self.side_worker is None else True)
         found: Look = self._answer(task).data
         return found
 
