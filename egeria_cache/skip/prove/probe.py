@@ -124,6 +124,7 @@ class Prober:
                 kept = run.scene.kept()
                 del left  # and what backward would read
                 if not kept and not share(self.plan, self.plain, run.given):
+                    self.plan.written = run.scene.written_since()
                     return
                 if not kept:
                     continue
@@ -212,6 +213,7 @@ class _ProbeRun(ReplayRun):
         """The real tensors that skipped modules are given: step, leaf."""
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.scene.marked((args, kwargs))
         for position, leaf in enumerate(tree_leaves((args, kwargs))):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                 self.given.append((index, position))

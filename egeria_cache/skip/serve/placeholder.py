@@ -18,7 +18,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,21 +95,48 @@ def _nowhere() -> None:
 
 _made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
 _MAX_DEPTH, _MAX_HELD = 8, 256
-_NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
+_NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
 
 
-def _may_hold_some(node: Any) -> bool:
-    """Whether an object may hold what stands for something else; most hold none, and are kept."""
+def _sources_in(node: Any) -> frozenset[Source] | None:
+    """Return the sources of what an object holds that stands for something else, or of none if it
+    is too large to tell. None if it holds no such thing: most do not, and are kept.
+    """
     seen, pending = {id(node)}, [node]
     while pending and len(seen) < _MAX_HELD:
-        for one in gc.get_referents(pending.pop()):
+        for one in _held_by(pending.pop()):
             if isinstance(one, Placeholder | Unavailable):
-                return True
+                return vars(one).get("_sources") or vars(one)["sources"]  # type: ignore[no-any-return]
             if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
                 seen.add(id(one))
                 pending.append(one)
-    return bool(pending)
+    return frozenset() if pending else None
+
+
+def _held_by(node: Any) -> list[Any]:
+    if isinstance(node, types.FunctionType):  # and not its globals
+        return [node.__closure__, node.__defaults__, node.__kwdefaults__, node.__dict__]
+    return gc.get_referents(node)
+
+
+def _reduced(node: Any) -> tuple[Any, ...]:
+    """Return of what an object is made anew: what makes it, and what that is given."""
+    if not isinstance(node, types.FunctionType):
+        reduced = node.__reduce_ex__(4)
+        assert isinstance(reduced, tuple)  # not the name of a global
+        return *reduced[:3], *(list(some or ()) for some in reduced[3:5])
+    made_by = functools.partial(_function, node.__code__, node.__globals__, node.__name__)
+    contents = [cell.cell_contents for cell in node.__closure__ or ()]
+    state = node.__dict__, {"__kwdefaults__": node.__kwdefaults__}
+    return made_by, (node.__defaults__, contents), state
+
+
+def _function(
+    code: types.CodeType, names: dict[str, Any], name: str, defaults: Any, contents: list[Any]
+) -> types.FunctionType:
+    cells = tuple(map(types.CellType, contents))
+    return types.FunctionType(code, names, name, defaults, cells)
 
 
 def _version(tensor: Tensor) -> int:
@@ -151,6 +178,8 @@ class Scene:
     placeholders, or placeholders that are used in every run), and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
+    written: Collection[int] = ()
+    """Which of these are known to be written to later: a copy is kept."""
     stored: list[tuple[_Mark, Tensor]] = field(default_factory=list)
     """Placeholders in whose place a tensor was given out."""
     values: dict[_Mark, Any] = field(default_factory=dict)
@@ -160,16 +189,21 @@ class Scene:
 
     def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
         """Remember an operation that is not done."""
+        given = self.marked(given)
         if self.is_hit:
             leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
-            marks = list(map(_mark_of, leaves))
-            self.left_out.append((function, self.marked(given), marks, (False, ())))
+            self.left_out.append((function, given, list(map(_mark_of, leaves)), (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
-        """Return what a call is given, with marks for placeholders, none of which is kept."""
+        """Return what a call is given, with marks for placeholders, none of which is kept.
+
+        Raises:
+            Escape: In a dry run: it is given what holds one, and cannot be had again later.
+        """
         if (mark := _mark_of(node)) is not None:
             return mark
         if isinstance(node, Tensor):
+            node = node.clone() if len(self.read) in self.written else node
             self.read.append((node, _version(node)))
         elif isinstance(node, tuple) or (
             gc.is_tracked(node) and not isinstance(node, nn.Module | type)
@@ -179,25 +213,33 @@ class Scene:
                 return type(node)(map(inner, node))
             if depth and type(node) is dict:
                 return {key: inner(value) for key, value in node.items()}
-            if _may_hold_some(node):
-                return self._object(node, inner if depth else None)
+            if (sources := _sources_in(node)) is not None:
+                return self._object(node, inner if depth else None, sources)
         return node
 
-    def _object(self, node: Any, inner: Callable[[Any], Any] | None) -> _Object:
+    def _object(
+        self, node: Any, inner: Callable[[Any], Any] | None, sources: frozenset[Source]
+    ) -> _Object:
         known: Callable[[], Any] = _nowhere
         parts = None
         with contextlib.suppress(TypeError):
             known = weakref.ref(node)
         with contextlib.suppress(Exception):
-            if inner is not None and len(reduced := node.__reduce_ex__(4)) > 1:
-                first, *items = reduced[:3], *(list(some or ()) for some in reduced[3:5])
-                parts = inner((*first, *items))
+            if inner is not None:
+                made_by, *given = _reduced(node)
+                parts = (made_by, *inner(given))
+        if parts is None and sources and not self.is_hit:
+            raise Escape.at(sources, f"what is given on, a {type(node).__name__!r}")
         return _Object(known, parts)
+
+    def written_since(self) -> frozenset[int]:
+        """Return which of the tensors that left-out calls were given are no longer as they were."""
+        return frozenset(i for i, (one, then) in enumerate(self.read) if _version(one) != then)
 
     def settle(self, why: BoundaryError) -> bool:
         """Compute what was left out, and leave nothing out any more; False if that cannot be."""
         if self.why is None and self.is_hit:
-            if any(_version(tensor) != then for tensor, then in self.read):
+            if self.written_since():
                 return False
             self.why, self.after_boundary = why, True
             try:

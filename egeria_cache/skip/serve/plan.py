@@ -58,6 +58,8 @@ class ReplayPlan:
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
+    written: frozenset[int] = frozenset()
+    """Which of the tensors that left-out calls are given are written to later, as they come."""
     opaque_outputs: frozenset[int] = frozenset()
     """Leaves of the model's output that cannot be had on a hit."""
     key: tuple[Any, ...] = ()

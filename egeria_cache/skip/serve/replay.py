@@ -175,7 +175,8 @@ class ReplayRun:
     def __init__(self, plan: ReplayPlan, batch_size: int, scene: Scene | None = None) -> None:
         self.plan = plan
         self.batch_size = batch_size
-        self.scene = scene or Scene(plan.names, frozenset(map(id, plan.ancestors)), is_hit=True)
+        around = frozenset(map(id, plan.ancestors))
+        self.scene = scene or Scene(plan.names, around, is_hit=True, written=plan.written)
         self.modules = plan.modules
         specs = {slot: (name, plan.tensor_spec(slot)) for name, slot in plan.slots().items()}
         self.entries = [(n, at, one, one.as_stored(batch_size)) for at, (n, one) in specs.items()]
