@@ -79,8 +79,11 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
-    def never_called(cls, boundary: str) -> BoundaryError:
-        """The forward does not call the boundary (a container, or an unused module)."""
+    def never_called(cls, boundary: str, *, is_late: bool = False) -> BoundaryError:
+        """The forward does not call the boundary: a container, an unused module, or `is_late`."""
+        if is_late:
+            why = "the model's forward yields, so that it runs once the loop asks for its parts"
+            return cls(f"module {boundary!r} cannot be skipped: {why}; return a list of them")
         return cls(
             f"module {boundary!r} is not called by the model's forward, so nothing marks the end "
             "of the prefix; choose a module that is called (a block, not the list that holds it)"

@@ -294,7 +294,8 @@ class Generation:
         """
         num_rows, num_written = sum(len(job.picked) for job in jobs), 0
         try:
-            self._held = self._files.revived()
+            with self._lock:  # `void` removes what is held by then
+                self._held = self._files.revived()
             if jobs[0].aside is not None:
                 self._take_from(jobs[0].aside)
             with self._files.reading() as view:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -115,7 +116,8 @@ class ForwardTrace:
         if not torch.compiler.is_compiling() and self._is_on:
             self._look()
             self._watching.close()
-            self._is_on, self.is_complete = False, output is not None  # None: it has raised
+            has_raised = output is None and sys.exc_info()[0] is not None
+            self._is_on, self.is_complete = False, not has_raised
 
     def _look(self) -> RandomState:
         """See what the running module's own code has computed since the last look."""

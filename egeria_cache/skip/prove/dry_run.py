@@ -17,6 +17,7 @@ What is checkpointed around the boundary must not run the skipped modules again 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -330,7 +331,8 @@ class DryRun:
         module = self.model.get_submodule(self.boundary)
         calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
         if not calls:
-            raise BoundaryError.never_called(self.boundary)
+            is_late = inspect.isgeneratorfunction(type(self.model).forward)
+            raise BoundaryError.never_called(self.boundary, is_late=is_late)
         parameter = trainable(module)
         if parameter is not None:
             raise BoundaryError.trainable(self.boundary, f"{self.boundary}.{parameter}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from itertools import chain
 from types import FunctionType, MethodType
@@ -56,11 +57,21 @@ def hook_of_training(module: nn.Module) -> str | None:
         function = _bare(hook)
         if not isinstance(function, FunctionType | MethodType):
             function = vars(type(function)).get("__call__")
-        code = getattr(function, "__code__", None)
-        is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-        if code is not None and not is_torchs and "training" in code.co_names:
+        if _asks_for_training(function):
             return str(getattr(function, "__qualname__", function))
     return None
+
+
+def _asks_for_training(function: Any, depth: int = 2) -> bool:
+    """Whether its code does, or that of a function that it names."""
+    is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+    if is_torchs or not isinstance(function, FunctionType | MethodType):
+        return False
+    named = inspect.getclosurevars(function)
+    helpers = (*named.nonlocals.values(), *named.globals.values()) if depth else ()
+    return "training" in function.__code__.co_names or any(
+        _asks_for_training(one, depth - 1) for one in helpers
+    )
 
 
 def _bare(hook: Any) -> Any:
