@@ -51,7 +51,10 @@ class Attempt:
 
 def is_beside(error: BaseException | None) -> TypeGuard[Exception]:
     """Whether an error that was raised beside the loop is none of the loop's."""
-    return isinstance(error, Exception) and not _is_of_a_signal(error.__traceback__)
+    if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return False
+    is_an_error = isinstance(error, Exception) or not is_ours(error)  # what code of ours leaves by
+    return is_an_error and not _is_of_a_signal(error.__traceback__)
 
 
 def without_us(error: Exception) -> Exception:

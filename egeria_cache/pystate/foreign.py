@@ -68,7 +68,8 @@ _OUTSIDE = frozenset(
     for name in ("sharedctypes", "queues", "connection", "managers", "shared_memory")
 ) | {
     "sqlite3", "socket", "_queue", "_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha3", "zlib",
-    "_sre", "numpy.random.bit_generator",
+    "_bz2", "_csv", "_elementtree", "_lzma", "_pickle", "_sre", "numpy.random.bit_generator",
+    "pyexpat",
 }  # fmt: skip
 """Python modules whose objects lead out of the process, are shared with others, or keep in C what
 they were given.
@@ -194,16 +195,19 @@ def _is_far(value: Any) -> bool:
 
 def leads_out(value: Any) -> bool:
     """Whether a dry run uses a copy of an object, or none: it is outside, or is not copied itself,
-    made in C or of another world, and holds a file or a connection: a writer of tables, say.
+    made in C or of another world, and holds a file or a connection: a writer of tables, say. Or it
+    is a handler of logs, or a tuple with such a thing.
     """
     own, held = own_dict(value), list[Any]()
-    if isinstance(value, logging.Handler) or not isinstance(value, (*_CLASSES, *_CONTAINERS)):
+    if isinstance(value, tuple):
+        return any(map(leads_out, value))
+    if not isinstance(value, (*_CLASSES, *_CONTAINERS)):
         if own is None and not slot_names(type(value)):
             held = gc.get_referents(value)
         elif own and is_foreign(value) and not is_opaque(type(value)):
             held = list(own.values())
     held = [one.__self__ if isinstance(one, BuiltinMethodType) else one for one in held]
-    return is_outside(value) or any(map(_is_far, held))
+    return isinstance(value, logging.Handler) or is_outside(value) or any(map(_is_far, held))
 
 
 def outside_state(value: Any) -> Any:

@@ -28,6 +28,7 @@ from egeria_cache.pystate import (
     Snapshot,
     entries,
     found_in,
+    is_installed_code,
     is_library,
     is_put_back,
 )
@@ -57,6 +58,10 @@ class World:
 
 def _is_users(entry: Any) -> bool:
     return not isinstance(entry, ForwardSlot)
+
+
+def _has_state(one: FunctionType) -> bool:
+    return any((one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__))
 
 
 class Surroundings:
@@ -93,7 +98,7 @@ class Surroundings:
             one
             for one in seen.objects
             if isinstance(one, FunctionType)
-            and (one.__closure__ or one.__defaults__ or one.__kwdefaults__ or one.__dict__)
+            and (_has_state(one) or not is_installed_code(one.__code__))
         ]
 
     def now(self) -> World:
