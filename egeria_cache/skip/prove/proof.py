@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import Moved, RandomState, describe
 from egeria_cache.skip.model.frozen import Named
@@ -105,6 +107,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     parts += _with_made_up(traced, plan)
     check_rows(traced, parts, plan, trace)
     check_constants(parts, plan)
+    plan.own = dict(_own_constants(traced, repeats, plan))
     plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
     _check_trained(traced, plan, trace)
     plan.reads = _reads(traced, plan, trace)
@@ -234,6 +237,18 @@ def _same_samples(
     at = [k for k, row in enumerate(rows) if row < traced.size]
     known, seen = spec.to_rows(a)[[rows[k] for k in at]], spec.to_rows(b)[at]
     return difference(known, seen) <= tolerance(a, traced.coarsest)
+
+
+def _own_constants(
+    traced: TracedBatch, repeats: Repeats, plan: ReplayPlan
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield what the front gives out of the model's own tensors: what follows may write to it."""
+    slots = [(i, j) for i, step in enumerate(plan.steps) for j in step.constants]
+    for (i, j), (*_, tensor) in product(slots, known_tensors(traced.model) if slots else ()):
+        leaf = repeats.last.leaves[i][j]
+        if overlap(leaf, repeats.copied.of(tensor)):
+            place = leaf.shape, leaf.stride(), leaf.storage_offset()
+            yield (i, j), tensor.detach().as_strided(*place)
 
 
 def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> None:

@@ -58,6 +58,8 @@ class ReplayPlan:
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
+    own: dict[Slot, Tensor] = field(default_factory=dict)
+    """Constants that lie in the memory of the model's own tensors, in a hit as well."""
     written: frozenset[int] = frozenset()
     """Which of the tensors that left-out calls are given are written to later, as they come."""
     opaque_outputs: frozenset[int] = frozenset()
@@ -123,7 +125,7 @@ class ReplayPlan:
                 return None
             if len(known) >= MAX_LENGTHS:
                 del known[next(iter(known))]
-            known[whole] = replace(self, steps=steps, replays={})
+            known[whole] = replace(self, steps=steps, replays={}, own={})
         return known[whole]
 
     def settle(self, key: tuple[Any, ...]) -> None:

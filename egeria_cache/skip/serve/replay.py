@@ -292,6 +292,8 @@ class ReplayRun:
             slot = plan.same.get((index, j), (index, j))
             if slot in self.values:
                 leaves[j] = self.values[slot]
+            elif self.scene.is_hit and slot in plan.own:
+                leaves[j] = plan.own[slot]
             elif j in step.constants:
                 leaves[j] = step.constants[j].clone() if plan.copies else step.constants[j]
         return leaves
