@@ -509,7 +509,7 @@ class EngineCallbacks:
             why = str(BoundaryError.compiled_whole(boundary))
             if self._counts.why_not != why:
                 self._counts.why_not = why
-                log.warning("training goes on uncached: %s", why)
+                log.warning("what is compiled goes uncached: %s", why)
 
 
 def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:

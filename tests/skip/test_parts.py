@@ -57,7 +57,7 @@ def test_whoever_needs_the_value_of_a_placeholder_is_stopped(stand, use):
 
 
 def test_an_unavailable_object_gives_no_attribute():
-    gone = Unavailable(frozenset({Source("step", "layer1")}))
+    gone = Unavailable.like(list)(frozenset({Source("step", "layer1")}))
     for use in (lambda: gone.key_cache, lambda: gone[0], lambda: len(gone), lambda: list(gone)):
         with pytest.raises(Escape, match="layer1"):
             use()

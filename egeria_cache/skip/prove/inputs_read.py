@@ -29,7 +29,12 @@ from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, distinct, recompute
-from egeria_cache.skip.serve.placeholder import Placeholder, Source, placeholders
+from egeria_cache.skip.serve.placeholder import (
+    OF_EVERY_OBJECT,
+    Placeholder,
+    Source,
+    placeholders,
+)
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
@@ -280,7 +285,7 @@ def _unreadable(kind: type) -> Any:
     def goes_on(self: Any, *others: Any) -> Any:
         return self if all(isinstance(one, int | float) for one in others) else refuse()
 
-    asked = {name: refuse for name in dir(kind) if name not in _OF_EVERY_OBJECT}
+    asked = {name: refuse for name in dir(kind) if name not in OF_EVERY_OBJECT}
     asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
     return type(
         "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}
@@ -291,7 +296,3 @@ _ARITHMETIC = {
     f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")
 }
 """What only makes another number of numbers."""
-_OF_EVERY_OBJECT = {*dir(object)} - {
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
-    "__format__", "__sizeof__",
-}  # fmt: skip

@@ -212,7 +212,8 @@ def _describe(
         return spec and _in_blocks(traced, spec, a, parts)
     if isinstance(a, PLAIN):
         return a  # that it is always the same is looked at in the end: `check_constants`
-    return Unavailable(frozenset({Source("step", name, made=type(a).__qualname__)}))
+    made = frozenset({Source("step", name, made=type(a).__qualname__)})
+    return Unavailable.like(type(a))(made)
 
 
 def _in_blocks(

@@ -18,7 +18,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
+from egeria_cache.kinds import once_per_class
 from egeria_cache.skip.serve.call import autocast_modes
 
 _RESULTS: dict[Any, Any] = {}
@@ -479,25 +480,35 @@ class Unavailable:
         """Return another one, as that leaf of that step's output."""
         found: frozenset[Source] = self.__dict__["_sources"]
         sources = frozenset(replace(one, index=index, leaf=leaf) for one in found)
-        return Unavailable(sources, scene)
+        return type(self)(sources, scene)
 
-    def _object(self, what: str = "the caller") -> Any:
+    @staticmethod
+    @once_per_class
+    def like(kind: type) -> type[Unavailable]:
+        """Return the class that stands for objects of another: what can be done to them (a call, an
+        operator) is done to the object.
+        """
+
+        def done_by(name: str) -> Callable[..., Any]:
+            return lambda self, *args, **kw: getattr(self._object(name), name)(*args, **kw)
+
+        own = {*OF_EVERY_OBJECT, *vars(Unavailable), "__del__"}
+        names = [n for n in dir(kind) if n[:2] == "__" and n not in own]
+        done = {n: done_by(n) for n in names if callable(getattr(kind, n, None))}
+        return type(kind.__name__, (Unavailable,), {**done, "__class__": property(lambda _: kind)})
+
+    def _object(self, what: str) -> Any:
         escape, scene = Escape.at(self._sources, what), self._scene
         if scene is None or scene.finished or not scene.settle(escape):
             raise escape
         return self._value
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._object()[key]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._object())
-
-    def __len__(self) -> int:
-        return len(self._object())
-
-    def __bool__(self) -> bool:
-        return bool(self._object())
+OF_EVERY_OBJECT = {*dir(object)} - {
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
+    "__format__", "__sizeof__",
+}  # fmt: skip
+"""What has nothing to do with what an object holds."""
 
 
 def _mark_of(node: Any) -> _Mark | None:
@@ -505,7 +516,7 @@ def _mark_of(node: Any) -> _Mark | None:
     kind = type(node)
     if kind is Placeholder:
         return node.mark  # type: ignore[no-any-return]
-    if kind is Unavailable:
+    if issubclass(kind, Unavailable):
         return vars(node)["_mark"]  # type: ignore[no-any-return]
     return node if kind is _Mark else None
 

@@ -456,6 +456,7 @@ def _followed(one: Placeholder) -> Tensor:
 
 def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:
     leaves, layout = call.result(output)
-    hidden = Unavailable(frozenset({Source("step", "a skipped module")}))
-    leaves = [hidden if i in opaque else leaf for i, leaf in enumerate(leaves)]
+    skipped = frozenset({Source("step", "a skipped module")})
+    for i in opaque:
+        leaves[i] = Unavailable.like(leaves[i].__class__)(skipped)
     return call.put(output, leaves, layout)
