@@ -39,14 +39,7 @@ from egeria_cache.pystate.look import Portrait, is_below
 from egeria_cache.pystate.places import LEADS, Names, OfClass, led_to
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.pystate.random_state import RandomState
-from egeria_cache.pystate.snapshot import (
-    CODE,
-    DATA,
-    MODELS,
-    Moved,
-    Reach,
-    Snapshot,
-)
+from egeria_cache.pystate.snapshot import CODE, DATA, MODELS, Moved, Reach, Snapshot
 
 __all__ = [
     "CODE",

@@ -26,12 +26,7 @@ from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
-from egeria_cache.skip.model.frozen import (
-    FrozenPrefix,
-    RequiresGradWatch,
-    are_alike,
-    tell_modes,
-)
+from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
 from egeria_cache.skip.prove.dry_run import DryRun, Outcome, before_in_sequence

@@ -184,11 +184,7 @@ class Generation:
             self._warn(f"cannot be read now: {error}")
 
     def get_batch(
-        self,
-        ids: Sequence[SampleId],
-        *,
-        variant: Variants = 0,
-        pin_memory: bool = False,
+        self, ids: Sequence[SampleId], *, variant: Variants = 0, pin_memory: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read the samples that are stored.
 
@@ -463,7 +459,6 @@ class Generation:
 
     def _warn(self, message: str) -> None:
         with self._lock:
-            warned = "warning" in self._said
-            self._said.add("warning")
+            warned, self._said = "warning" in self._said, {*self._said, "warning"}
         if not warned:
             logger.warning("cache generation %s: %s; training goes on", self.name, message)

@@ -10,10 +10,4 @@ from egeria_core.pipeline.elastic import ElasticPipeline
 from egeria_core.pipeline.following import PipelineController
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan, partition
 
-__all__ = [
-    "ElasticPipeline",
-    "OnFreeze",
-    "PipelineController",
-    "PipelinePlan",
-    "partition",
-]
+__all__ = ["ElasticPipeline", "OnFreeze", "PipelineController", "PipelinePlan", "partition"]

@@ -80,12 +80,7 @@ class PipelinePlan:
 
     @classmethod
     def start(
-        cls,
-        costs: Sequence[float],
-        ranks: int,
-        *,
-        schedule: str,
-        microbatches: int,
+        cls, costs: Sequence[float], ranks: int, *, schedule: str, microbatches: int
     ) -> PipelinePlan:
         """Return the plan for a model of which nothing is frozen.
 

@@ -71,12 +71,7 @@ class Savings(Remembered):
     remembers = ("_saves", "schedule")
 
     def __init__(
-        self,
-        optimizer: Any,
-        layers: LayerMap,
-        schedule: Schedule,
-        ranks: Ranks,
-        move_cost: float,
+        self, optimizer: Any, layers: LayerMap, schedule: Schedule, ranks: Ranks, move_cost: float
     ) -> None:
         self._mean_rate = MeanRate(optimizer)
         self._layers, self._ranks, self.schedule = layers, ranks, schedule

@@ -116,8 +116,8 @@ class ForwardTrace:
         if not torch.compiler.is_compiling() and self._is_on:
             self._look()
             self._watching.close()
-            has_raised = output is None and sys.exc_info()[0] is not None
-            self._is_on, self.is_complete = False, not has_raised
+            # Where it has raised, no output is known.
+            self._is_on, self.is_complete = False, output is not None or sys.exc_info()[0] is None
 
     def _look(self) -> RandomState:
         """See what the running module's own code has computed since the last look."""

@@ -211,7 +211,7 @@ class MovementMeter(Meter):
         if self._silent == SILENT_TO_WARN:
             log.warning(
                 "egeria: none of the optimizer's steps was seen, so nothing can be predicted and "
-                "nothing will freeze; give the controller the optimizer whose step() is called",
+                "nothing will freeze; give the controller the optimizer whose step() is called"
             )
 
     def collect(self) -> list[Verdict]:

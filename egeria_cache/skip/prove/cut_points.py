@@ -80,13 +80,9 @@ def ends_in_training(steps: Iterable[CallRecord]) -> bool:
 
 def _changes_in_training(module: nn.Module) -> bool:
     """Whether it keeps something of its own, or does something else while it trains."""
-    code = reached([module]).functions.values()
-    forwards = (type(module).forward, *code)
-    return bool(module._buffers) or any(
-        "training" in names_in(found).all
-        for forward in forwards
-        if (found := getattr(forward, "__code__", None)) is not None
-    )
+    code = getattr(type(module).forward, "__code__", None)  # PyTorch's own is not followed
+    own = names_in(code).all if code is not None else ()
+    return bool(module._buffers) or "training" in {*own, *reached([module]).names}
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -287,11 +287,9 @@ def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -
             rest = row.shape[dim] - size
             row = row.narrow(dim, 0 if left else min(size, row.shape[dim]), max(rest, 0))
         if row.numel():
-            seen.update(row.flatten()[:2].tolist() if row.numel() > 64 else row.flatten().tolist())
-            if row.numel() > 64 and not bool((row == row.flatten()[0]).all()):
+            seen.add(row.flatten()[0].item())
+            if len(seen) > 1 or not bool((row == row.flatten()[0]).all()):
                 return 0
-        if len(seen) > 1:
-            return 0
     return seen.pop() if seen else 0
 
 

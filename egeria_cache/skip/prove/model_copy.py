@@ -94,11 +94,7 @@ class ModelCopies:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: Invocation,
-        weights: Weights,
+        self, model: nn.Module, forward: Callable[..., Any], call: Invocation, weights: Weights
     ) -> None:
         self._model, self._weights = model, weights
         with torch.inference_mode(False):

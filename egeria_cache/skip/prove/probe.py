@@ -25,13 +25,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.placeholder import (
-    Escape,
-    Placeholder,
-    Scene,
-    Source,
-    placeholders,
-)
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside

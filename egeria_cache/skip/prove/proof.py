@@ -22,18 +22,8 @@ from egeria_cache.skip.prove.independence import (
     check_trained,
     same_parts,
 )
-from egeria_cache.skip.prove.inputs_read import (
-    free_arguments,
-    free_attributes,
-    note_reads,
-    observe,
-)
-from egeria_cache.skip.prove.lengths import (
-    compared,
-    fillings,
-    find_output_axes,
-    study_lengths,
-)
+from egeria_cache.skip.prove.inputs_read import free_arguments, free_attributes, note_reads, observe
+from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import Prober, scene_of
 from egeria_cache.skip.prove.purity import Repeats

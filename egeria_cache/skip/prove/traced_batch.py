@@ -205,10 +205,7 @@ def recompute(
     traced.num_runs += 1
     RandomState.seed(traced.num_runs)
     generators = RandomState.now()
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(traced.grad if grad is None else grad),
-    ):
+    with torch.inference_mode(False), torch.set_grad_enabled(traced.grad if grad is None else grad):
         args, kwargs = arguments(copied.call, rows, resize)
         try:
             with (

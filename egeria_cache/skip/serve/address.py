@@ -59,11 +59,7 @@ def prefix_tensors(plan: ReplayPlan) -> list[Named]:
 
 
 def address(
-    plan: ReplayPlan,
-    call: Invocation,
-    tensors: Iterable[Named],
-    hashes: ContentHash,
-    code: Code,
+    plan: ReplayPlan, call: Invocation, tensors: Iterable[Named], hashes: ContentHash, code: Code
 ) -> dict[str, Any]:
     """Return the fields, JSON values that read well when two addresses are compared."""
     paths = call.layout.paths()

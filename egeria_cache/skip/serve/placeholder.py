@@ -73,11 +73,11 @@ class Escape(BoundaryError):  # noqa: N818
         return error
 
 
-@dataclass(slots=True, eq=False)
-class _Mark:
+class _Mark(weakref.ref[Any]):
     """Stands for a placeholder, which it does not keep."""
 
-    known: Callable[[], Placeholder | Unavailable | None]
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,6 @@ class _Object:
     """Returns it, or None."""
     parts: Any
     """Of what it is made anew, as `copy` would; None if that cannot be."""
-
-
-def _nowhere() -> None:
-    """Stand for a reference to what can have none."""
 
 
 _made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
@@ -106,19 +102,16 @@ def _sources_in(node: Any) -> frozenset[Source] | None:
     """
     seen, pending = {id(node)}, [node]
     while pending and len(seen) < _MAX_HELD:
-        for one in _held_by(pending.pop()):
+        held = gc.get_referents(holder := pending.pop())
+        if isinstance(holder, types.FunctionType):  # and not its globals
+            held = [holder.__closure__, holder.__defaults__, holder.__kwdefaults__, vars(holder)]
+        for one in held:
             if isinstance(one, Placeholder | Unavailable):
                 return vars(one).get("_sources") or vars(one)["sources"]  # type: ignore[no-any-return]
             if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
                 seen.add(id(one))
                 pending.append(one)
     return frozenset() if pending else None
-
-
-def _held_by(node: Any) -> list[Any]:
-    if isinstance(node, types.FunctionType):  # and not its globals
-        return [node.__closure__, node.__defaults__, node.__kwdefaults__, node.__dict__]
-    return gc.get_referents(node)
 
 
 def _reduced(node: Any) -> tuple[Any, ...]:
@@ -168,7 +161,7 @@ class Scene:
     """Whether the run is over; a placeholder that is left has leaked."""
     trainable: dict[int, Tensor] = field(default_factory=dict)
     """Trainable tensors that met a placeholder, by the index of their source."""
-    made: list[weakref.ref[Placeholder]] = field(default_factory=list)
+    made: list[_Mark] = field(default_factory=list)
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
@@ -221,10 +214,8 @@ class Scene:
     def _object(
         self, node: Any, inner: Callable[[Any], Any] | None, sources: frozenset[Source]
     ) -> _Object:
-        known: Callable[[], Any] = _nowhere
+        known = weakref.ref(node) if type(node).__weakrefoffset__ else lambda: None
         parts = None
-        with contextlib.suppress(TypeError):
-            known = weakref.ref(node)
         with contextlib.suppress(Exception):
             if inner is not None:
                 made_by, *given = _reduced(node)
@@ -251,7 +242,7 @@ class Scene:
                         for one, leaf in zip(gives, leaves, strict=False):
                             if (mark := _mark_of(one)) is not None:
                                 self.values[mark] = leaf
-                                if (known := mark.known()) is not None:
+                                if (known := mark()) is not None:
                                     vars(known)["_value"] = leaf
                     self._share()
             except ReferenceError:
@@ -338,9 +329,8 @@ class Placeholder(Tensor):
             Placeholder, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         tensor.meta, tensor.sources, tensor.scene = meta, sources, scene
-        tensor.is_callers, known = is_callers, weakref.ref(tensor)
-        tensor.mark = _Mark(known)
-        scene.made.append(known)
+        tensor.is_callers, tensor.mark = is_callers, _Mark(tensor)
+        scene.made.append(tensor.mark)
         return tensor
 
     @staticmethod
@@ -469,7 +459,7 @@ class Unavailable:
     """An object that a skipped module would have made; its content is computed once it is read."""
 
     def __init__(self, sources: frozenset[Source], scene: Scene | None = None) -> None:
-        vars(self).update(_sources=sources, _scene=scene, _mark=_Mark(weakref.ref(self)))
+        vars(self).update(_sources=sources, _scene=scene, _mark=_Mark(self))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -492,9 +482,9 @@ class Unavailable:
         def done_by(name: str) -> Callable[..., Any]:
             return lambda self, *args, **kw: getattr(self._object(name), name)(*args, **kw)
 
-        own = {*OF_EVERY_OBJECT, *vars(Unavailable), "__del__"}
-        names = [n for n in dir(kind) if n[:2] == "__" and n not in own]
-        done = {n: done_by(n) for n in names if callable(getattr(kind, n, None))}
+        names = {*dir(kind)} - OF_EVERY_OBJECT - {*vars(Unavailable), "__del__"}
+        special = (n for n in names if n[:2] == "__" and callable(getattr(kind, n, None)))
+        done = {name: done_by(name) for name in special}
         return type(kind.__name__, (Unavailable,), {**done, "__class__": property(lambda _: kind)})
 
     def _object(self, what: str) -> Any:
