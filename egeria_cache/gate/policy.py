@@ -257,7 +257,7 @@ class StepTimer:
         if self._num_asked:
             self._num_asked -= 1
             return True
-        first = self._num_planned & ~1  # the 16th and the next, the 64th and the next, ...
+        first = self._num_planned & ~3  # the 16th and three more, the 64th and three more, ...
         return first >= _FIRST_CONTROL and first.bit_count() == first.bit_length() % 2 == 1
 
     @property
