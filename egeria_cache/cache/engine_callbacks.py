@@ -339,20 +339,22 @@ class EngineCallbacks:
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""
         path = batch.context.source.first_difference(batch, rows, loaded)
-        if path is not None:
-            self.audit_failed(batch, rows, f"leaf {path!r} of the batch is not what was stored")
-        return path is None
+        return path is None or self.audit_failed(
+            batch, rows, f"leaf {path!r} of the batch is not what was stored"
+        )
 
-    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
-        """What is stored is not what the prefix computes: void it, and cache nothing more, unless
-        it is the data that have changed since the batch was given out.
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> bool:
+        """What is stored is not what the prefix computes: void it, and cache nothing more.
+
+        Returns:
+            Whether it is the data that have changed since the batch was given out: it is served.
         """
         source, ids = batch.context.source, _chosen(batch.ids, rows)
         what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
         if what is not None:
             self.data_changed(source.key, what, unlink=True)
         if batch.context.is_outdated:
-            return
+            return True
         self._counts.audit_failures += 1
         log.error(
             "AUDIT FAILED for loader %r: %s, among the samples %s (draws %s). What was stored is "
@@ -361,6 +363,7 @@ class EngineCallbacks:
             shown_name(batch.loader_name), finding, ids, batch.draws[rows].tolist(),
         )  # fmt: skip
         self.leave_uncached(batch.loader_name, f"an audit failed: {finding}", unlink=True)
+        return False
 
     def data_changed(self, loader_name: str, what: str, *, unlink: bool, give_up: str = "") -> None:
         """The loader's data set is another one than when it was looked at last.

@@ -158,8 +158,10 @@ class SkipHost(Protocol):
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
 
-    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
-        """A stored activation is not what the prefix computes; nothing of it was served."""
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> bool:
+        """A stored activation is not what the prefix computes; nothing of it was served. Whether it
+        may be all the same, for it is the data that have changed since.
+        """
 
     def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """The prefix is not what it was: everything stored is void. Nothing stale was served."""
@@ -682,8 +684,8 @@ class SkipEngine:
                         self._void(reason, guard)
                         return False
                 finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
-                self.host.audit_failed(batch, mask, finding)
-                return False
+                if not self.host.audit_failed(batch, mask, finding):
+                    return False
         return True
 
     def _complete(
