@@ -10,15 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.hostile.harness import hostile, sgd
 from tests.hostile.loops import add_new
-from tests.hostile.nets import (
-    ConvNet,
-    Net,
-    Residual,
-    images,
-    inputs,
-    net,
-    rows,
-)
+from tests.hostile.nets import ConvNet, Net, Residual, images, inputs, net, rows
 
 
 class Blocks(nn.Module):

@@ -183,7 +183,7 @@ def test_what_a_signal_raises_reaches_the_loop_unchanged_and_no_proof_is_tried_a
 def test_an_error_is_kept_and_what_is_none_of_ours_goes_out():
     told = []
     with Attempt(told.append) as tried:
-        raise Provoked
+        raise SystemExit
     assert told == [tried.error]
     with pytest.raises(KeyboardInterrupt), Attempt():
         raise KeyboardInterrupt

@@ -1,9 +1,9 @@
 """Between mechanisms: memory shared across the cut, state that no copy reaches, company."""
 
-import hashlib
 import os
 import random
 import threading
+from bz2 import BZ2Compressor
 from contextlib import closing, nullcontext
 from tempfile import NamedTemporaryFile, mkdtemp, mkstemp, mktemp
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from tests.hostile.harness import Run, hostile, judge, sgd
 from tests.hostile.loops import ce, trained
-from tests.hostile.nets import Net, made, net, rows
+from tests.hostile.nets import Net, layered, made, net, rows
 from tests.hostile.places import COUNTERS
 
 # ---- memory that is shared across the cut --------------------------------------------------------
@@ -102,7 +102,7 @@ FORWARDS = {
     "counted": counted,
     "a view": by_a_flag,
     "the input, in backward": lambda m, x: Scaled.apply(m.back(m.front(x)), x),
-    "kept": lambda m, x: m.back(m.middle(h := m.early(x))) + kept(m, h.mean()),
+    "kept": lambda m, x: m.back(m.middle(h := m.early(x))) + x.mul_(2)[:, :3] + kept(m, h.mean()),
     "the input, late": lambda m, x: m.back(m.front(x)) * (x[:, :1] if m.late_now else 1),
 }
 
@@ -113,22 +113,25 @@ def test_a_head_that_writes_to_the_front_s_output_late(run, write):
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
 
 
-class Boxed(nn.Linear):
-    """Gives an object that PyTorch knows no parts of."""
+BOXES = {
+    "an object": (lambda h: SimpleNamespace(h=h), lambda box: box.h),
+    "a function": (lambda h: lambda: h, lambda box: box()),
+}
 
-    def forward(self, x):
-        return SimpleNamespace(h=super().forward(x))
 
+@hostile(over=BOXES, cases=4)
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_object_of_the_front_is_read_late(run, make, get, inside):
+    """PyTorch knows no parts of it; it is made in a layer, or between two."""
 
-@hostile
-def test_an_object_of_the_front_is_read_late(run):
     def forward(m, x):
-        out = m.norm(m.back(m.middle(box := m.early(x))))
-        return out + box.h.mean() if m.late_now else out
+        out = m.norm(m.back(m.middle(box := m.early(x) if inside else make(m.early(x)))))
+        return out + get(box).mean() if m.late_now else out
 
-    opened = type("Opened", (nn.Linear,), {"forward": lambda m, box: nn.Linear.forward(m, box.h)})
-    own = {"early": Boxed(6, 8), "middle": opened(8, 8), "norm": nn.BatchNorm1d(3)}
-    model = net(forward=forward, late_now=False, **own)
+    early = layered(lambda m, h: make(h) if inside else h).early
+    opened = {"forward": lambda m, box: nn.Linear.forward(m, get(box))}
+    middle = type("Opened", (nn.Linear,), opened)(8, 8)
+    model = net(forward=forward, late_now=False, early=early, middle=middle, norm=nn.BatchNorm1d(3))
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
 
 
@@ -286,7 +289,7 @@ COPIED = ("ctypes", "an array of Python's", "a thread's own", "a semaphore")
 NOT_COPIED = ("shared memory", "a text", "a database", "a function", "a context", "a file")
 IN_C = {
     "a semaphore": (lambda: threading.Semaphore(0), lambda at: at.release() or at._value),
-    "a hash": (hashlib.sha1, lambda at: at.update(b"x") or at.digest()[0] / 64),
+    "a compressor": (lambda: (BZ2Compressor(), 0), lambda at: len(at[0].compress(bytes(99)))),
     "an iterator of an array": (lambda: np.arange(99.0).flat, next),
     "a generator": (lambda: (n for n in range(99)), next),
     "a folder": (mkdtemp, lambda at: mkdtemp(dir=at) and len(os.listdir(at))),
