@@ -10,6 +10,7 @@ from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import autocast_kinds, runs_late, without_autocast
+from egeria_cache.pystate import own_dict, own_slots
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
@@ -113,8 +114,9 @@ def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
         return len(a) == len(b) and all(
             same_content(x, y, depth=depth - 1) for x, y in zip(a, b, strict=True)
         )
-    if hasattr(a, "__dict__"):
-        return same_content(vars(a), vars(b), depth=depth - 1)
+    if hasattr(a, "__dict__") or own_slots(a):
+        own = ({**(own_dict(one) or {}), **own_slots(one)} for one in (a, b))
+        return same_content(*own, depth=depth - 1)
     with Attempt():
         return bool(a == b)
     return False

@@ -107,7 +107,7 @@ def _sources_in(node: Any) -> frozenset[Source] | None:
             held = [holder.__closure__, holder.__defaults__, holder.__kwdefaults__, vars(holder)]
         for one in held:
             if isinstance(one, Placeholder | Unavailable):
-                return vars(one).get("_sources") or vars(one)["sources"]  # type: ignore[no-any-return]
+                return one.sources if isinstance(one, Placeholder) else one._sources
             if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
                 seen.add(id(one))
                 pending.append(one)
@@ -243,7 +243,7 @@ class Scene:
                             if (mark := _mark_of(one)) is not None:
                                 self.values[mark] = leaf
                                 if (known := mark()) is not None:
-                                    vars(known)["_value"] = leaf
+                                    object.__setattr__(known, "_value", leaf)
                     self._share()
             except ReferenceError:
                 self.why = None
@@ -458,18 +458,20 @@ class Placeholder(Tensor):
 class Unavailable:
     """An object that a skipped module would have made; its content is computed once it is read."""
 
+    __slots__ = ("__weakref__", "_mark", "_scene", "_sources", "_value")
+
     def __init__(self, sources: frozenset[Source], scene: Scene | None = None) -> None:
-        vars(self).update(_sources=sources, _scene=scene, _mark=_Mark(self))
+        for name, own in (("_sources", sources), ("_scene", scene), ("_mark", _Mark(self))):
+            object.__setattr__(self, name, own)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and not hasattr(self.__class__, name):
             raise AttributeError(name)
         return getattr(self._object(f".{name}"), name)
 
     def at(self, index: int, leaf: int, scene: Scene) -> Unavailable:
         """Return another one, as that leaf of that step's output."""
-        found: frozenset[Source] = self.__dict__["_sources"]
-        sources = frozenset(replace(one, index=index, leaf=leaf) for one in found)
+        sources = frozenset(replace(one, index=index, leaf=leaf) for one in self._sources)
         return type(self)(sources, scene)
 
     @staticmethod
@@ -483,9 +485,11 @@ class Unavailable:
             return lambda self, *args, **kw: getattr(self._object(name), name)(*args, **kw)
 
         names = {*dir(kind)} - OF_EVERY_OBJECT - {*vars(Unavailable), "__del__"}
-        special = (n for n in names if n[:2] == "__" and callable(getattr(kind, n, None)))
-        done = {name: done_by(name) for name in special}
-        return type(kind.__name__, (Unavailable,), {**done, "__class__": property(lambda _: kind)})
+        special = {n: getattr(kind, n, None) for n in names if n[:2] == "__"}
+        own = {n: one for n, one in special.items() if type(one) in (dict, tuple)}
+        own |= {n: done_by(n) for n, one in special.items() if callable(one)}
+        own |= {"__slots__": (), "__class__": property(lambda _: kind)}
+        return type(kind.__name__, (Unavailable,), own)
 
     def _object(self, what: str) -> Any:
         escape, scene = Escape.at(self._sources, what), self._scene
@@ -496,7 +500,7 @@ class Unavailable:
 
 OF_EVERY_OBJECT = {*dir(object)} - {
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
-    "__format__", "__sizeof__",
+    "__format__", "__sizeof__", "__setattr__", "__delattr__", "__reduce_ex__", "__dir__",
 }  # fmt: skip
 """What has nothing to do with what an object holds."""
 
@@ -507,7 +511,7 @@ def _mark_of(node: Any) -> _Mark | None:
     if kind is Placeholder:
         return node.mark  # type: ignore[no-any-return]
     if issubclass(kind, Unavailable):
-        return vars(node)["_mark"]  # type: ignore[no-any-return]
+        return node._mark  # type: ignore[no-any-return]
     return node if kind is _Mark else None
 
 
