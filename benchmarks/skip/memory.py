@@ -61,8 +61,9 @@ class MemoryHost:
         """Not called: nothing is audited."""
         return True
 
-    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> None:
+    def audit_failed(self, batch: Batch, rows: np.ndarray, finding: str) -> bool:
         """Not called: nothing is audited."""
+        return False
 
     def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """Cannot happen here."""
