@@ -160,11 +160,13 @@ class LoaderApi:
         source.study.load_together(why)
         self._status.together[source.key] = why
         self.padding_found(source.key)
-        self._host.open_again(source.key)
 
     def padding_found(self, loader_name: str) -> None:
-        """The loader's samples are padded where that was not known: what is stored has padding."""
+        """The loader's samples are padded, or have less as their own than was known: what is stored
+        is void, and stored anew.
+        """
         self._status.views.void(lambda view: view.loader_name == loader_name, unlink=True)
+        self._host.open_again(loader_name)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples; None for all."""

@@ -5,7 +5,7 @@ their random generators. The host's own are whoever's who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -163,13 +163,11 @@ def moved_to(func: Callable[..., Any]) -> str | None:
 def random_states() -> tuple[Tensor, ...]:
     """Copy the states of all devices' generators; nothing where none is used, or none has any."""
     module: Any = initialised_module()
-    try:
+    with suppress(Exception):  # of any kind: it has none, and draws from the host's
         if hasattr(module, "get_rng_state_all"):
             return tuple(module.get_rng_state_all())
         if hasattr(module, "get_rng_state"):
             return (module.get_rng_state(),)
-    except Exception:  # of any kind: it has none, and draws from the host's
-        pass
     return ()
 
 

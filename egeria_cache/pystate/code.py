@@ -8,6 +8,7 @@ classes of the user's own.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import itertools
@@ -205,7 +206,7 @@ def reached(
                 continue
             seen[id(function), owner] = owner
             code.functions.setdefault(id(function), function)
-            pending += _named(function, owner, code)
+            _note_named(function, owner, code)
         code.names = frozenset(n for f in code.functions.values() for n in code.names_in(f).all)
     code.globals = {place: s for place, s in code.globals.items() if place not in unread}
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
@@ -220,12 +221,11 @@ def reached(
     return code
 
 
-def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iterator[Entry]:
-    """Yield the functions that one names; note the plain values."""
+def _note_named(function: types.FunctionType, owner: type | None, code: Code) -> None:
+    """Note what a function names, and what it holds."""
     scope, names = function.__globals__, code.names_in(function)
-    for name in names.all if owner is not None else ():
-        for found in _functions(in_class(owner, name)):  # type: ignore[arg-type]
-            yield found, owner
+    of_class = () if owner is None else [in_class(owner, name) for name in names.all]
+    code.found |= {(id(one), owner): one for one in of_class if one is not None}
     held = dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
@@ -235,6 +235,8 @@ def _named(function: types.FunctionType, owner: type | None, code: Code) -> Iter
         code.whole.update(_wholes(function, owner, names))
     code.found |= {(id(value), owner): value for value in held.values()}
     code.note(scope, (*names.loaded, *names.imports))
+    absent = (name for name in names.loaded if not (name in scope or hasattr(builtins, name)))
+    code.globals |= {(id(scope), name): scope for name in absent}
     code.note(sys.modules, names.imports)
 
 
@@ -254,7 +256,7 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
 
 def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
     """Yield the functions by which a module is entered."""
-    for name in (*entries(module), "__getattr__"):
+    for name in (*entries(module), "__getattr__", "__getattribute__"):
         own = forwards.get(id(module)) if name == "forward" else None
         both = own or module.__dict__.get(name), getattr(type(module), name)
         yield from ((found, type(module)) for one in both for found in _functions(one))

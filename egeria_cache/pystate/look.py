@@ -204,7 +204,8 @@ class Portrait(Snapshot):
         elif not self._keeps and not isinstance(place, Named | Sketch):
             return []
         found = super()._keep(place)
-        self.is_whole &= self._keeps and not isinstance(place, Sketch | Length)
+        is_part = isinstance(place, Sketch | Length) and not isinstance(place.where, LEADS)
+        self.is_whole &= self._keeps and not is_part
         if not self._keeps:
             self.places.pop(), self._kept.pop()
         if isinstance(place, Parts):
@@ -285,7 +286,7 @@ class Portrait(Snapshot):
             held = value.getvalue() if isinstance(value, io.BytesIO) else memoryview(value)
             self._array(path, np.frombuffer(held, np.uint8))
         elif (
-            isinstance(value, (types.MethodType, *LEADS))
+            isinstance(value, (types.MethodType, property, types.MemberDescriptorType, *LEADS))
             or own_dict(value) is not None
             or own_attributes(value)
         ):

@@ -8,6 +8,7 @@ about a hundred million values in ten seconds.
 from __future__ import annotations
 
 import marshal
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,10 @@ def plain_print(value: Any) -> int | None:
             return None
     else:
         return None
-    try:
+    with suppress(ValueError):  # deeper inside lies something else
         # Version 2: no references, which would depend on who else holds the parts.
         return xxhash.xxh3_64_intdigest(marshal.dumps(value, 2))
-    except ValueError:  # deeper inside lies something else
-        return None
+    return None
 
 
 def _holds_plain(values: Any) -> bool:

@@ -13,6 +13,7 @@ samples, Lee et al., USENIX ATC 2021, which keep what the first transforms gave,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,11 +104,8 @@ class Draws:
 def _numbers(seed: int, ids: Sequence[SampleId]) -> npt.NDArray[np.uint64]:
     """Return 64 bits per sample, the same in whatever company."""
     if set(map(type, ids)) == {int}:
-        try:
+        with suppress(OverflowError):
             plain = np.array(ids, np.int64)
-        except OverflowError:
-            pass
-        else:
             return _mixed(plain.view(np.uint64) ^ np.uint64(sample_seed(seed, ())))
     if len(ids) == 1:
         return np.array([sample_seed(seed, ids[0])], np.uint64)

@@ -156,9 +156,10 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full = self._next_look = 0.0
-        """When all is to be read again, and when it is worth looking in the middle of a pass."""
-        self._free_s = FREE_S
+        self._next_full, self._free_s = [0.0, 0.0], [FREE_S, FREE_S]
+        """When all is to be read again; at the ends of passes, and in the middle of one."""
+        self._next_look = 0.0
+        """When it is worth looking in the middle of a pass."""
         self._glance: Portrait
         """Of the data as they were when they were looked at last."""
         self._noted: Portrait | None = None
@@ -198,8 +199,8 @@ class Fingerprint:
             self._note_tensors()
         self._versions = list(map(_version, self._tensors))
         now = time.perf_counter()
-        self._free_s -= now - started
-        self._next_look = 0.0 if self._free_s > 0 else now + (now - started) / MAX_SHARE
+        self._free_s[midway] -= now - started
+        self._next_look = 0.0 if self._free_s[True] > 0 else now + (now - started) / MAX_SHARE
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
@@ -222,7 +223,7 @@ class Fingerprint:
             self._glance = quick = Portrait(self._roots, thorough=False)
         started = time.perf_counter()
         sees_all = midway and quick.is_whole and not has_moved
-        is_due = not sees_all and started >= self._next_full
+        is_due = not sees_all and started >= self._next_full[midway]
         if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
         full, left_out = Portrait(self._roots), self._left_out
@@ -238,13 +239,10 @@ class Fingerprint:
             self._asked.update(moved)
         elif not midway:
             what = self._other_samples()
-        self._next_full = self._next_after(started)
+        spent_s = (now := time.perf_counter()) - started
+        is_free = self._free_s[midway] > spent_s
+        self._next_full[midway] = 0.0 if is_free else now + spent_s / MAX_SHARE
         return what
-
-    def _next_after(self, started: float) -> float:
-        """Return when all may be read again that was read since then."""
-        now = time.perf_counter()
-        return 0.0 if self._free_s > now - started else now + (now - started) / MAX_SHARE
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -281,9 +279,7 @@ class Fingerprint:
         return None
 
     def _take(self) -> str:
-        length = len(self._dataset)
-        digest, own = xxhash.xxh3_128(), None
-        started = time.perf_counter()
+        length, digest = len(self._dataset), xxhash.xxh3_128()
         self._portraits = Portrait(self._roots, thorough=False), Portrait(self._roots)
         self._glance = self._portraits[0]
         self._prints, self._seen, self._shown = {}, None, Look([], None)
@@ -311,7 +307,7 @@ class Fingerprint:
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
-        self._next_full = self._next_after(started)
+        self._next_full = [0.0, 0.0]
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
         return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"

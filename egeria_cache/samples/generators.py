@@ -10,7 +10,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ _WORDS = 624
 """State of a Mersenne twister, in 32-bit words; the position in them comes on top."""
 
 
-class Generator:
+class Generator(Protocol):
     """One global generator."""
 
     def look(self) -> Any:
@@ -29,15 +29,12 @@ class Generator:
 
         That is while a second normal deviate is kept from the draw before: taking it moves nothing.
         """
-        raise NotImplementedError
 
     def put_back(self, look: Any) -> None:
         """Make it draw again what it would have drawn at the time of `look`."""
-        raise NotImplementedError
 
     def seed(self, seed: int) -> None:
         """Seed it with a 64-bit number."""
-        raise NotImplementedError
 
     def save(self) -> Any:
         """Return all of its state."""

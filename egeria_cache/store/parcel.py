@@ -128,13 +128,11 @@ def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcel
 def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:
     """Read what comes before the records."""
     about = parsed(line, FORMAT, "the description of the packed generation")
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, struct.error):
         totals, text = Totals.parse(bytes.fromhex(about["totals"])), about["layout"]
         layout = Layout(False, ()) if text is None else Layout.parse(text.encode())
         if about["format"] == FORMAT and dumped(about, indent=None).encode() + b"\n" == line:
             return dict(about["fields"]), totals, layout
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-        pass
     raise DamagedError("this is no packed generation that this release reads")
 
 

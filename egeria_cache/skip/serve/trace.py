@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import CodeType
 from typing import Any
 
@@ -55,6 +56,8 @@ class PrefixTrace(TorchDispatchMode):
         for named, tensor in known:
             if tensor.numel():
                 self._known.setdefault(_address(tensor), []).append((named, _bytes_of(tensor)))
+        self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By id: what operators made of trained tensors alone, which keeps it, and of which."""
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
@@ -89,8 +92,17 @@ class PrefixTrace(TorchDispatchMode):
             "boundary; keep that module in inference mode, or set its dropout or noise to zero"
         )
 
+    def _sources(self, tensor: Tensor) -> list[Tensor]:
+        """Return the trained tensors that a tensor was made of, and nothing else."""
+        is_trained = tensor.requires_grad and tensor.is_leaf
+        return self._made.get(id(tensor), (tensor, [tensor] if is_trained else []))[1]
+
     def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
-        """A tensor is read; note it if it is the model's."""
+        """A tensor is read; note it, or what it was made of, if that is the model's."""
+        for one in self._sources(tensor) or [tensor]:
+            self._note_one(one, is_followed=is_followed)
+
+    def _note_one(self, tensor: Tensor, *, is_followed: bool) -> None:
         found = self._known.get(_address(tensor), ())
         taken = _bytes_of(tensor) if len(found) > 1 else range(0)
         for named, lies in found:
@@ -108,6 +120,8 @@ class PrefixTrace(TorchDispatchMode):
 
     def _is_followed(self, func: Any, tensor: Tensor) -> bool:
         """Whether autograd knows what an operator makes of a trained tensor."""
+        if func is _ATEN.detach.default and id(tensor) in self._made:
+            return True  # autograd does so itself, to keep a result; who reads that is seen
         if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
             return False
         return func not in _UNFOLLOWED and torch.Tag.data_dependent_output not in func.tags
@@ -119,14 +133,21 @@ class PrefixTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        result = self._run(func, args, kwargs := kwargs or {})
+        sources = list(map(self._sources, given := _tensors((args, kwargs))))
+        for tensor in given:
             self._note(tensor, is_followed=self._is_followed(func, tensor))
             self.dtypes.add(tensor.dtype)
         if (own := OPDEFS.get(func._schema.name)) is not None:
             self.operators[func._schema.name] = own
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
+        if sources and all(sources):
+            self._made |= {id(one): (one, [*chain(*sources)]) for one in _tensors(result)}
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and see whether it draws."""
         if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
             return func(*args, **kwargs)
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product
+from operator import attrgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -43,11 +45,19 @@ from egeria_cache.skip.state.hooks import HOOKS, global_hooks, own_hooks
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
 _MAX_DEPTH = 4
-_SMALL_BYTES = 1 << 12
+_SMALL_BYTES = 1 << 15
 """An array up to this size is compared whole with every batch; of a larger one 16 elements are."""
 TABLES = dict, MappingProxyType
 NOTHING = object()
 _SLOTS = ("_parameters", "_buffers", "_modules")
+_BACKENDS = attrgetter("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "mkldnn.enabled")
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_num_threads": torch.get_num_threads,
+    **dict.fromkeys(("backends", "cudnn", "mkldnn"), partial(_BACKENDS, torch.backends)),
+}
+"""Settings of PyTorch's, by the names under which code asks for them."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 
@@ -139,12 +149,14 @@ class Layout:
     def _add_code(self) -> None:
         """Lay out what the code reads beside its arguments: globals and closures; and the code."""
         code = self._code
+        self.looks += ((f"torch.{key}", _SETTINGS[key]) for key in _SETTINGS if key in code.names)
         for (_, key), scope in code.globals.items():
             self.looks.append((f"the global {key!r}", partial(scope.get, key)))
             self.look_at_named(f"the global {key!r}", scope.get(key))
         for kind, key in code.named:
-            self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
-            self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
+            self.look_up(where := f"{kind.__qualname__}.{key}", key, self.spaces(kind))
+            value = in_class(kind, key)
+            (self.look_at_named if has_settings(value) else self.look_into)(where, value)
         for cell in code.cells:
             self.looks.append(("a closure", _cell(cell)))
             self.look_at_named("a closure", _cell(cell)())
@@ -160,18 +172,26 @@ class Layout:
         of them.
         """
         if not has_settings(value):
-            if is_value(value) or isinstance(value, nn.Module):
+            if is_value(value) or isinstance(value, nn.Module | Optimizer | LRScheduler):
                 self.look_into(where, value)
             return
         if id(value) in self._apart:
             return
-        kind = value if isinstance(value, type) else type(value)
-        if kind is not value:
+        if not isinstance(value, type):
             self.looks.append((where, partial(type, value)))
+            self.looks.append((where, partial(_names_held, value, self._code.names)))
+        self._look_at_class(value)
+        self._look_at(where, value, self._code.held(value))
+
+    def _look_at_class(self, value: Any) -> None:
+        """Look at what the code names of an object's class, or of a class."""
+        kind = value if isinstance(value, type) else type(value)
+        if (kind, kind is value) in self._seen:
+            return
+        self._seen.add((kind, kind is value))
         for key in self._code.in_class_of(value):
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
             self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
-        self._look_at(where, value, self._code.held(value))
 
     def _look_at(
         self, where: str, value: Any, held: Mapping[str, Any], depth: int = _MAX_DEPTH
@@ -223,12 +243,16 @@ class Layout:
         """Lay out what is read of a module that is none of the model's, and holds it, or trains."""
         if id(module) in self._code.inside or id(module) in self._code.others:
             return
-        named = chain(module.named_parameters(), module.named_buffers())
-        self.tensors += [(f"{where}.{key}", t) for key, t in named if not t.requires_grad]
+        for part in module.modules():
+            if id(part) not in self._code.inside:  # of the model others see to that
+                named = chain(part._parameters.items(), part._buffers.items())
+                self.tensors += [(f"{where}.{key}", t) for key, t in named if t is not None]
         own = watched_attributes(module)
         self._look_at(where, module, {key: own[key] for key in own if key in self._code.names})
 
     def _look_into_object(self, where: str, value: Any, depth: int) -> None:
+        if has_settings(value):
+            self._look_at_class(value)
         if isinstance(value, Optimizer):  # and not what it trains
             self.live += ((where, group) for group in value.param_groups)
         elif isinstance(value, LRScheduler):
@@ -340,6 +364,11 @@ def _first(places: Sequence[Any], key: str) -> Any:
 def _attribute(value: Any, key: str) -> Any:
     own = own_dict(value)
     return own[key] if own and key in own else own_slots(value).get(key)
+
+
+def _names_held(value: Any, names: frozenset[str]) -> frozenset[str]:
+    """Return those of the names under which an object itself holds something."""
+    return names.intersection(own_dict(value) or ())
 
 
 def _cell(cell: Any) -> Callable[[], Any]:

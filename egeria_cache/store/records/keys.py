@@ -11,6 +11,7 @@ import json
 import operator
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
     Raises:
         ValueError: These bytes are no sample's key.
     """
-    try:
+    with suppress(struct.error, ValueError, TypeError, RecursionError):
         kind, body, (variant,) = key[:1], key[1:-4], struct.unpack(">I", key[1:][-4:])
         if kind == _INT and len(key) == _INT_KEY.size:
             return struct.unpack(">Q", body)[0] - _SIGN, variant
@@ -106,8 +107,6 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
             return found if type(found) is int else tuple(found), variant
         if kind == _HASHED and len(body) == 32:
             return None, variant
-    except (struct.error, ValueError, TypeError, RecursionError):
-        pass
     raise ValueError(f"not the key of a sample: {key[:32]!r}")
 
 

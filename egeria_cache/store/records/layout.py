@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -135,7 +136,7 @@ class Layout:
         Raises:
             RecordError: It is none.
         """
-        try:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             bare, fields = json.loads(stored)
             found = cls(
                 bare,
@@ -148,8 +149,6 @@ class Layout:
                 one.check()
             if found.packed == stored:
                 return found
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass
         raise RecordError("damaged layout")
 
 
@@ -178,12 +177,10 @@ def decode_value(stored: bytes) -> Plain:
         RecordError: These bytes are no such value.
     """
     tag, content = stored[:1], stored[1:]
-    try:
+    with suppress(ValueError, RecursionError):
         if tag in (b"b", b"s"):
             return content if tag == b"b" else content.decode("utf-8", "surrogatepass")
         value: Plain = json.loads(content)
         if tag == b"j" and (value is None or isinstance(value, int | float)):
             return value
-    except (ValueError, RecursionError):
-        pass
     raise RecordError(f"not a stored value: {stored[:16]!r}")
