@@ -45,7 +45,8 @@ _READS = "__getattr__", "__getattribute__", "__getitem__"
 _MAKES = "__new__", "__init__", "forward"
 """What is run when a class is called, or applied: a function of autograd."""
 _RUNS = (
-    *_READS, "__call__", "__enter__", "__exit__", "__next__", "__array__", "__torch_function__",
+    *_READS, "__call__", "__enter__", "__exit__", "__next__", "__array__", "__get__",
+    "__torch_function__",
     "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__matmul__", "__rmatmul__",
     *({n for kind in (int, dict) for n in dir(kind) if n.startswith("__")} - {*dir(object)}),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
-from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
+from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes, fp32_precision
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import ContentHash
@@ -79,8 +79,10 @@ def address(
     }
     arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
     pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
-    gradients = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
-    return gradients | {
+    odd: dict[str, Any] = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
+    if (precision := str(fp32_precision())) != "highest":
+        odd["precision"] = precision
+    return odd | {
         "boundary": plan.boundary,
         "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
         "structure": _structure(plan),

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,7 +325,7 @@ class Invocation:
             else:
                 leaves.append(_describe(leaf))
         autocast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-        return (self.layout, tuple(leaves), autocast, torch.get_default_dtype())
+        return (self.layout, tuple(leaves), autocast, torch.get_default_dtype(), fp32_precision())
 
     def shape(self, position: int) -> tuple[Any, ...]:
         """Return the shape of a tensor, with names for the sizes that differ from batch to batch:
@@ -358,6 +360,16 @@ def autocast_modes() -> tuple[tuple[str, str], ...]:
     """
     kinds = filter(torch.is_autocast_enabled, autocast_kinds())
     return tuple((kind, str(torch.get_autocast_dtype(kind))) for kind in kinds)
+
+
+def fp32_precision() -> Any:
+    """Return how exactly kernels multiply numbers of 32 bits: "highest", if not told otherwise."""
+    with suppress(RuntimeError):  # it was told by backend
+        return torch.get_float32_matmul_precision()
+    return _BY_BACKEND(torch.backends)
+
+
+_BY_BACKEND = attrgetter("mkldnn.matmul.fp32_precision", "cuda.matmul.fp32_precision")
 
 
 def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import autocast_kinds, runs_late, without_autocast
 from egeria_cache.pystate import own_dict, own_slots
+from egeria_cache.skip.serve.call import fp32_precision
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
@@ -28,7 +29,8 @@ _COARSE = 1e-3
 
 def coarseness(dtypes: Iterable[torch.dtype]) -> float:
     """Return what the coarsest of some dtypes leaves open."""
-    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    coarser = () if fp32_precision() == "highest" else (torch.bfloat16,)  # of what is multiplied
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *coarser)), default=0.0)
 
 
 def tolerance(tensor: Tensor, coarsest: float = 0.0, *, as_stored: bool = False) -> float:
