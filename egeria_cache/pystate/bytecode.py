@@ -120,13 +120,10 @@ def _root(found: list[dis.Instruction], at: int) -> str | None:
 
 def _gives_a_text(found: list[dis.Instruction]) -> bool:
     """Whether what is given behind a first argument that has a name is a text."""
-    given = next((one for one in found[1:] if not _leads_on(one)), None)
-    return given is not None and given.opname == "LOAD_CONST" and type(given.argval) is str
-
-
-def _leads_on(one: dis.Instruction) -> bool:
-    is_load = one.opname.startswith("LOAD_") and one.opname != "LOAD_CONST"
-    return is_load or one.opname in ("CACHE", "PUSH_NULL")
+    rest = (one for one in found[1:] if one.opname not in ("CACHE", "PUSH_NULL"))
+    loads = itertools.takewhile(lambda one: one.opname.startswith("LOAD_"), rest)
+    given = next((one for one in loads if one.opname == "LOAD_CONST"), None)
+    return given is not None and type(given.argval) is str
 
 
 def _is_jump(one: dis.Instruction) -> bool:

@@ -113,12 +113,6 @@ def ends(value: Any) -> bool:
     return is_function and is_installed_code(value.__code__) and not value.__closure__
 
 
-def _is_no_data(value: Any) -> bool:
-    if ends(value) or is_opaque(type(value)) or (is_training(value) and not is_frozen(value)):
-        return True
-    return holds_threads(value)
-
-
 def holds_threads(value: Any) -> bool:
     """Whether an object has threads of its own, which write to it, too."""
     held = (own_dict(value) or {}).values()
@@ -128,7 +122,9 @@ def holds_threads(value: Any) -> bool:
 def _is_beyond_data(value: Any) -> bool:
     if isinstance(value, Tensor):  # what other processes may write to is not put back
         return not value.is_cpu or value.is_shared()
-    return isinstance(value, SHARED) or _is_no_data(value)
+    if isinstance(value, SHARED) or ends(value) or is_opaque(type(value)):
+        return True
+    return holds_threads(value) or (is_training(value) and not is_frozen(value))
 
 
 MODELS = Reach(_is_beyond_models, follows_code=False)

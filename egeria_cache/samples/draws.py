@@ -88,12 +88,10 @@ class Draws:
 
     def told(self, drawn_from: str, num_bytes: int) -> str:
         """Say for people what is done with random samples, what it costs and what it saves."""
-        kept = (
-            f"{self.kept} draws of each are kept" if self.kept > 1 else "One draw of each is kept"
-        )
+        kept = f"{self.kept} draws of each are" if self.kept > 1 else "One draw of each is"
         how = f", used for {self.reuse} epochs each and then made anew, in turns"
         return (
-            f"its samples draw random numbers ({drawn_from}). {kept}"
+            f"its samples draw random numbers ({drawn_from}). {kept} kept"
             f"{' for ever' if self.reuse is None else how}: about {self.served:.0%} of the frozen "
             f"front's forward is saved, for {num_bytes / 1e6:.1f} MB on disk, uncompressed. "
             "EgeriaLoader(reuse=...) chooses otherwise: 1 draws anew in every epoch and is served "

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -324,11 +324,10 @@ class Fingerprint:
 def sample_print(sample: Any) -> int | None:
     """Return what tells a sample from others; None if it holds something without bytes."""
     _, leaves = flatten(sample, -1)
-    try:
+    with suppress(TypeError):
         prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]
-    except TypeError:
-        return None
-    return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
+        return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
+    return None
 
 
 def _leaf_print(leaf: Any) -> Any:

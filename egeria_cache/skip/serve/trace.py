@@ -100,17 +100,14 @@ class PrefixTrace(TorchDispatchMode):
     def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
         """A tensor is read; note it, or what it was made of, if that is the model's."""
         for one in self._sources(tensor) or [tensor]:
-            self._note_one(one, is_followed=is_followed)
-
-    def _note_one(self, tensor: Tensor, *, is_followed: bool) -> None:
-        found = self._known.get(_address(tensor), ())
-        taken = _bytes_of(tensor) if len(found) > 1 else range(0)
-        for named, lies in found:
-            if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
-                continue  # another one of the same storage: parameters that are made flat
-            self.read.setdefault(id(named[2]), set()).add(self._step)
-            if named[2].requires_grad and not is_followed:
-                self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
+            found = self._known.get(_address(one), ())
+            taken = _bytes_of(one) if len(found) > 1 else range(0)
+            for named, lies in found:
+                if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
+                    continue  # another one of the same storage: parameters that are made flat
+                self.read.setdefault(id(named[2]), set()).add(self._step)
+                if named[2].requires_grad and not is_followed:
+                    self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -154,9 +154,7 @@ class Layout:
             self.looks.append((f"the global {key!r}", partial(scope.get, key)))
             self.look_at_named(f"the global {key!r}", scope.get(key))
         for kind, key in code.named:
-            self.look_up(where := f"{kind.__qualname__}.{key}", key, self.spaces(kind))
-            value = in_class(kind, key)
-            (self.look_at_named if has_settings(value) else self.look_into)(where, value)
+            self._look_in_class(kind, key)
         for cell in code.cells:
             self.looks.append(("a closure", _cell(cell)))
             self.look_at_named("a closure", _cell(cell)())
@@ -179,7 +177,8 @@ class Layout:
             return
         if not isinstance(value, type):
             self.looks.append((where, partial(type, value)))
-            self.looks.append((where, partial(_names_held, value, self._code.names)))
+            held = partial(self._code.names.intersection, own_dict(value) or ())
+            self.looks.append((where, held))
         self._look_at_class(value)
         self._look_at(where, value, self._code.held(value))
 
@@ -190,8 +189,12 @@ class Layout:
             return
         self._seen.add((kind, kind is value))
         for key in self._code.in_class_of(value):
-            self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
-            self.look_into(f"{kind.__qualname__}.{key}", in_class(kind, key))
+            self._look_in_class(kind, key)
+
+    def _look_in_class(self, kind: type, key: str) -> None:
+        self.look_up(where := f"{kind.__qualname__}.{key}", key, self.spaces(kind))
+        value = in_class(kind, key)
+        (self.look_at_named if has_settings(value) else self.look_into)(where, value)
 
     def _look_at(
         self, where: str, value: Any, held: Mapping[str, Any], depth: int = _MAX_DEPTH
@@ -364,11 +367,6 @@ def _first(places: Sequence[Any], key: str) -> Any:
 def _attribute(value: Any, key: str) -> Any:
     own = own_dict(value)
     return own[key] if own and key in own else own_slots(value).get(key)
-
-
-def _names_held(value: Any, names: frozenset[str]) -> frozenset[str]:
-    """Return those of the names under which an object itself holds something."""
-    return names.intersection(own_dict(value) or ())
 
 
 def _cell(cell: Any) -> Callable[[], Any]:
