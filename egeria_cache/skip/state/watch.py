@@ -177,8 +177,8 @@ class Layout:
             return
         if not isinstance(value, type):
             self.looks.append((where, partial(type, value)))
-            held = partial(self._code.names.intersection, own_dict(value) or ())
-            self.looks.append((where, held))
+            if (own := own_dict(value)) is not None:
+                self.looks.append((where, partial(self._code.names.intersection, own)))
         self._look_at_class(value)
         self._look_at(where, value, self._code.held(value))
 
