@@ -66,6 +66,7 @@ OBJECT = Config()
 CONTEXT = contextvars.ContextVar("scale", default=1.0)
 IN_CONTEXT = contextvars.ContextVar("table")
 MODULE = types.ModuleType("user_settings")
+GET, SET = contextvars.ContextVar.get, contextvars.ContextVar.set
 
 
 def write_global(at, k):
@@ -122,6 +123,10 @@ def set_first(at, k):
 
 def set_scale(at, k):
     at.scale = k
+
+
+def put_in_environment(at, k):
+    os.environ["HOSTILE_SCALE"] = str(k)
 
 
 def of_class(make):
@@ -190,9 +195,7 @@ ELSEWHERE = {
     "a default": (with_a_default, call, lambda at, k: setattr(at, "__defaults__", (k,))),
     "an array of Python's": (lambda k: array.array("d", [k]), first, set_first),
     "ctypes": (ctypes.c_double, lambda at: at.value, lambda at, k: setattr(at, "value", k)),
-    "bytes": (
-        lambda k: bytearray([int(k)]), lambda at: float(at[0]), lambda at, k: set_first(at, int(k)),
-    ),
+    "bytes": (lambda k: bytearray([int(k)]), first, lambda at, k: set_first(at, int(k))),
     "a thread's own": (lambda k: shared(Local(), set_scale)(k), scale, set_scale),
     "a global": (shared(None, write_global), lambda at: NUMBER, write_global),
     "a global table": (
@@ -208,21 +211,15 @@ ELSEWHERE = {
         shared(scaled, lambda at, k: setattr(at, "by", k)), lambda at: scaled(),
         lambda at, k: setattr(scaled, "by", k),
     ),
-    "a context": (
-        lambda k: CONTEXT.set(k) and CONTEXT, lambda at: at.get(), lambda at, k: at.set(k),
-    ),
-    "a context that has a default": (
-        lambda k: contextvars.ContextVar("own", default=k), lambda at: at.get(),
-        lambda at, k: at.set(k),
-    ),
+    "a context": (lambda k: CONTEXT.set(k) and CONTEXT, GET, SET),
+    "a context that has a default": (lambda k: contextvars.ContextVar("own", default=k), GET, SET),
     "a table in a context": (
         lambda k: IN_CONTEXT.set({"scale": k}) and IN_CONTEXT, lambda at: at.get()["scale"],
         lambda at, k: at.get().update(scale=k),
     ),
     "the environment": (
-        lambda k: os.environ.update(HOSTILE_SCALE=str(k)),
-        lambda at: float(os.environ["HOSTILE_SCALE"]),
-        lambda at, k: os.environ.update(HOSTILE_SCALE=str(k)),
+        shared(None, put_in_environment), lambda at: float(os.environ["HOSTILE_SCALE"]),
+        put_in_environment,
     ),
     "a class": (of_class(lambda: One), scale, lambda at, k: set_scale(One, k)),
     "an object's class": (of_class(One), scale, lambda at, k: set_scale(One, k)),

@@ -24,6 +24,7 @@ from tests.hostile.places import (
     Config,
     One,
     cell,
+    of_class,
     scale,
     set_scale,
     shared,
@@ -263,9 +264,8 @@ NAMED = {
         lambda k: functools.partial(dict, k=k), lambda at: at()["k"],
         lambda at, k: at.keywords.update(k=k),
     ),
-    "a tensor that is kept for a function": (
-        kept, lambda at: at(), lambda at, k: at().fill_(k),
-    ),
+    "a tensor that is kept for a function": (kept, lambda at: at(), lambda at, k: at().fill_(k)),
+    "what it had from its class": (of_class(One), scale, lambda at, k: k > 1 and set_scale(at, k)),
     "weights that are no child's": (
         lambda k: nn.Linear(2, 2).requires_grad_(False), lambda at: at.weight.sum(),
         lambda at, k: nn.init.constant_(at.weight, k),
@@ -439,16 +439,20 @@ class Asking:
 HOLDS = {
     "a class": (One, lambda: setattr(One, "scale", 2.0)),
     "its class": (One(), lambda: setattr(One, "scale", 2.0)),
+    "the class of an item": ([One()], lambda: setattr(One, "scale", 2.0)),
     "in a list": ([Asking()], lambda: TABLE.update(scale=2.0)),
 }
 
 
 @hostile(over=HOLDS)
-def test_a_number_that_code_of_what_the_model_holds_decides(run, held, change):
+@pytest.mark.parametrize("of", ["the model", "its class"])
+def test_a_number_that_code_of_what_the_model_holds_decides(run, held, change, of):
     read = lambda m: (m.held[0] if isinstance(m.held, list) else m.held).scale  # noqa: E731
-    front = lambda m, x: Net.front(m, x * read(m))  # noqa: E731
+    model = net(front=lambda m, x: Net.front(m, x * read(m)))
+    holder = model if of == "the model" else type(model)
+    holder.held = held
     try:
-        changed(run, lambda m: change(), net(front=front, held=held))
+        changed(run, lambda m: change(), model)
     finally:
         One.scale = TABLE["scale"] = 1.0
 
