@@ -334,7 +334,7 @@ READS = {
     "sign": lambda x, a: x * torch.sign(a),
     "round": lambda x, a: x * torch.round(a),
     "bool": lambda x, a: x if a > 2.5 else 0 * x,
-    "what is made of it": lambda x, a: x * round(float(a.sigmoid() * 9)),
+    "what is made of it": lambda x, a: x * round(a.sigmoid().item() * 9),
     "writes": lambda x, a: x * (1 if a._version < 9 else 0.5),
     "list": lambda x, a: x * (1 if a.tolist() > 2.5 else 0.5),
 }
