@@ -130,8 +130,8 @@ class PrefixTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = self._run(func, args, kwargs := kwargs or {})
-        sources = list(map(self._sources, given := _tensors((args, kwargs))))
+        given = _tensors((args, kwargs := kwargs or {}))
+        sources = list(map(self._sources, given))
         for tensor in given:
             self._note(tensor, is_followed=self._is_followed(func, tensor))
             self.dtypes.add(tensor.dtype)
@@ -139,19 +139,15 @@ class PrefixTrace(TorchDispatchMode):
             self.operators[func._schema.name] = own
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        may_draw = may_draw and not _has_generator(args, kwargs)
+        # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
+        before = _generators() if may_draw else []
+        result = func(*args, **kwargs)
+        if may_draw and not all(map(torch.equal, before, _generators())):
+            self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         if sources and all(sources):
             self._made |= {id(one): (one, [*chain(*sources)]) for one in _tensors(result)}
-        return result
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and see whether it draws."""
-        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
-            return func(*args, **kwargs)
-        # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
-        before = _generators()
-        result = func(*args, **kwargs)
-        if any(not torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
-            self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         return result
 
 

@@ -51,13 +51,8 @@ TABLES = dict, MappingProxyType
 NOTHING = object()
 _SLOTS = ("_parameters", "_buffers", "_modules")
 _BACKENDS = attrgetter("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "mkldnn.enabled")
-_SETTINGS: dict[str, Callable[[], Any]] = {
-    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
-    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
-    "get_num_threads": torch.get_num_threads,
-    **dict.fromkeys(("backends", "cudnn", "mkldnn"), partial(_BACKENDS, torch.backends)),
-}
-"""Settings of PyTorch's, by the names under which code asks for them."""
+_ASKED = torch.are_deterministic_algorithms_enabled, torch.get_num_threads
+"""Settings of PyTorch that code may ask for; a call has the precision in its signature."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 
@@ -149,7 +144,9 @@ class Layout:
     def _add_code(self) -> None:
         """Lay out what the code reads beside its arguments: globals and closures; and the code."""
         code = self._code
-        self.looks += ((f"torch.{key}", _SETTINGS[key]) for key in _SETTINGS if key in code.names)
+        self.looks += ((f"torch.{f.__name__}", f) for f in _ASKED if f.__name__ in code.names)
+        if not code.names.isdisjoint(("backends", "cudnn", "mkldnn")):
+            self.looks.append(("torch.backends", partial(_BACKENDS, torch.backends)))
         for (_, key), scope in code.globals.items():
             self.looks.append((f"the global {key!r}", partial(scope.get, key)))
             self.look_at_named(f"the global {key!r}", scope.get(key))
