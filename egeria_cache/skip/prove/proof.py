@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
@@ -236,8 +237,8 @@ def _own_constants(
     """Yield what the front gives out of the model's own tensors: what follows may write to it."""
     slots = [(i, j) for i, step in enumerate(plan.steps) for j in step.constants]
     for (i, j), (*_, tensor) in product(slots, known_tensors(traced.model) if slots else ()):
-        leaf = repeats.last.leaves[i][j]
-        if overlap(leaf, repeats.copied.of(tensor)):
+        leaf, own = repeats.last.leaves[i][j].detach(), repeats.copied.of(tensor)
+        if not is_lazy(own) and overlap(leaf, own.detach()):
             place = leaf.shape, leaf.stride(), leaf.storage_offset()
             yield (i, j), tensor.detach().as_strided(*place)
 
