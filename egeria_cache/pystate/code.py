@@ -80,6 +80,8 @@ class Code:
     """Ids of the model's modules."""
     others: dict[int, nn.Module] = field(default_factory=dict)
     """By id, modules that are none of these, and that it may run; none that train."""
+    libraries: dict[int, types.ModuleType] = field(default_factory=dict)
+    """By id, those of PyTorch, say, in which it finds names."""
     whole: set[Any] = field(default_factory=set)
     """Ids of globals that it reads under names that cannot be told; None if it reads objects so."""
     until: Mapping[types.CodeType, int] = field(default_factory=dict)
@@ -143,7 +145,9 @@ class Code:
             if isinstance(one, nn.Module):
                 yield from self._run_by_module(one)
             elif isinstance(one, types.ModuleType):
-                if not _is_library(one.__name__):
+                if _is_library(one.__name__):
+                    self.libraries[id(one)] = one
+                else:
                     self.note(vars(one), sorted(self.names), whole=None in self.whole)
             elif not has_settings(one):
                 yield from ((found, owner) for found in _functions(one))

@@ -150,6 +150,9 @@ class Layout:
         for (_, key), scope in code.globals.items():
             self.looks.append((f"the global {key!r}", partial(scope.get, key)))
             self.look_at_named(f"the global {key!r}", scope.get(key))
+        for module in code.libraries.values():
+            for key in sorted(code.names & vars(module).keys()):
+                self.look_up(f"{module.__name__}.{key}", key, [vars(module)])
         for kind, key in code.named:
             self._look_in_class(kind, key)
         for cell in code.cells:
