@@ -156,10 +156,10 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn = 0
-        self._next_full, self._free_s = [0.0, 0.0], [FREE_S, FREE_S]
-        """When all is to be read again; at the ends of passes, and in the middle of one."""
-        self._next_look = 0.0
-        """When it is worth looking in the middle of a pass."""
+        self._free_s = [FREE_S, FREE_S]
+        """What is left of it at the ends of passes, and in the middle of them."""
+        self._next_full = self._next_look = 0.0
+        """When all is to be read again, and when it is worth looking in the middle of a pass."""
         self._glance: Portrait
         """Of the data as they were when they were looked at last."""
         self._noted: Portrait | None = None
@@ -223,7 +223,7 @@ class Fingerprint:
             self._glance = quick = Portrait(self._roots, thorough=False)
         started = time.perf_counter()
         sees_all = midway and quick.is_whole and not has_moved
-        is_due = not sees_all and started >= self._next_full[midway]
+        is_due = not sees_all and (self._free_s[midway] > 0 or started >= self._next_full)
         if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
         full, left_out = Portrait(self._roots), self._left_out
@@ -239,9 +239,8 @@ class Fingerprint:
             self._asked.update(moved)
         elif not midway:
             what = self._other_samples()
-        spent_s = (now := time.perf_counter()) - started
-        is_free = self._free_s[midway] > spent_s
-        self._next_full[midway] = 0.0 if is_free else now + spent_s / MAX_SHARE
+        now = time.perf_counter()
+        self._next_full = now + (now - started) / MAX_SHARE
         return what
 
     @property
@@ -307,7 +306,6 @@ class Fingerprint:
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
-        self._next_full = [0.0, 0.0]
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
         return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
