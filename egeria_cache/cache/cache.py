@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -139,7 +140,10 @@ class ActivationCache:
             force_network=settings["force_network"],
         )  # fmt: skip
         overlap = 0.95 if runs_late(device_of(model)) else 0.5
-        policy = ServingPolicy(gate, overlap, is_stored=self._store.was_used)
+        policy = ServingPolicy(
+            gate, overlap, is_stored=self._store.was_used,
+            writing_s=partial(getattr, self._store, "writing_s"),
+        )  # fmt: skip
         self._status = status = Status(gate, policy)
         self._readers = ReaderThreads()
         host = EngineCallbacks(model, self._store, status, settings["audit_rate"])

@@ -26,7 +26,7 @@ import random
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any, Literal
 
@@ -267,10 +267,18 @@ class StepTimer:
 
         Where all samples were read by then, the first steps tell what a computed one takes.
         """
-        credited_s = self._computed_s or min(self._warm, default=0.0)
-        captured_s = median_low(self._recent.get("captured", (credited_s,)))
-        stored_s = (captured_s - credited_s) * self._num_captured
-        return self._earlier_s + credited_s * self._num_samples - self._spent_s - stored_s
+        credited_s = self._credited_s * self._num_samples
+        return self._earlier_s + credited_s - self._spent_s - self.stored_s
+
+    @property
+    def stored_s(self) -> float:
+        """What steps that stored took beyond what computed ones take."""
+        captured_s = median_low(self._recent.get("captured", (self._credited_s,)))
+        return (captured_s - self._credited_s) * self._num_captured
+
+    @property
+    def _credited_s(self) -> float:
+        return self._computed_s or min(self._warm, default=0.0)
 
     def measures_anew(self) -> bool:
         """Whether a verdict against serving is not followed yet, for all is measured anew, side by
@@ -313,9 +321,17 @@ class ServingPolicy:
         overlap: Part of reading that costs the training thread nothing. On the CPU the readers
             take cores (and the interpreter) from what is computed.
         is_stored: Whether an earlier run has left something.
+        writing_s: Tells how long the writer has worked.
     """
 
-    def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
+    def __init__(
+        self,
+        mode: str,
+        overlap: float,
+        *,
+        is_stored: bool = False,
+        writing_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self.num_epochs = dict[str, int]()
         """How many the last run had, by a loader's name and its number of batches."""
         self.mode = mode
@@ -335,7 +351,7 @@ class ServingPolicy:
         self._unnoted_s = 0.0
         """Taken by the cache in a step that has not ended."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
-        self._overlap, self._is_stored = overlap, is_stored
+        self._overlap, self._is_stored, self._writing_s = overlap, is_stored, writing_s
         self._earlier: str | None = None
         self.timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
         """By loader and boundary."""
@@ -459,8 +475,13 @@ class ServingPolicy:
 
     @property
     def saved_s(self) -> float:
-        """Training time saved so far, net of all that the cache took; negative if lost."""
-        return sum(timer.saved_s for timer in self.timers.values()) - self.beside_s
+        """Training time saved so far, net of all that the cache took; negative if lost.
+
+        Storing slows steps by no more than the writer works: they were slower for other reasons.
+        """
+        timers = self.timers.values()
+        not_stored_s = max(0.0, sum(timer.stored_s for timer in timers) - self._writing_s())
+        return sum(timer.saved_s for timer in timers) + not_stored_s - self.beside_s
 
 
 def choose(profile: Sequence[Step], overlap: float) -> Step | None:

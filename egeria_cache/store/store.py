@@ -261,6 +261,11 @@ class ActivationStore:
         """Wait until all that was handed over is on disk; False on timeout or a dead writer."""
         return self._writer.flush(timeout_s)
 
+    @property
+    def writing_s(self) -> float:
+        """Processor time that the writer's thread has taken so far."""
+        return self._writer.work_s
+
     def gather(self, gathers: bool) -> None:
         """Let batches wait to be committed with others, as long as nobody reads them soon; or no
         more, and what waits is committed now.

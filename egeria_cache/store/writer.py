@@ -13,6 +13,7 @@ import collections
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ class Writer:
         """Whether batches wait for a group: those to come soon are more than those to be read."""
         self.why_dead = ""
         """Why nothing is stored any more, if that is so."""
+        self.work_s = 0.0
+        """Processor time of its thread so far."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -188,6 +191,7 @@ class Writer:
         try:
             while jobs := self._next():
                 jobs[0].target.commit(jobs)
+                self.work_s = time.thread_time()
                 del jobs
         except BaseException:
             self.why_dead = "the cache's writer thread is dead"

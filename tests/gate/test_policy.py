@@ -140,6 +140,13 @@ def test_what_is_saved_is_net_of_all_that_the_cache_took(timer, saved):
     assert (timer.saved_s, every.saved_s) == pytest.approx((saved, saved - 2))
 
 
+def test_storing_costs_no_more_than_the_writer_works():
+    """What was slower than that was so for another reason."""
+    every = ServingPolicy("auto", 0.5, writing_s=lambda: 3.0)
+    every.timers["train", "layer1"] = timer_of(2.0, 0.5, 16, captured=3.0)
+    assert every.saved_s == pytest.approx(16 * 8 * 1.5 - 3.0)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers):
