@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -194,3 +195,13 @@ def set_random_states(states: Sequence[Tensor]) -> None:
         module.set_rng_state_all(list(states))
     elif hasattr(module, "set_rng_state"):
         module.set_rng_state(states[0])
+
+
+def fp32_precision() -> Any:
+    """Return how exactly kernels multiply numbers of 32 bits: "highest", if not told otherwise."""
+    with suppress(RuntimeError):  # it was told by backend
+        return torch.get_float32_matmul_precision()
+    return _BY_BACKEND(torch.backends)
+
+
+_BY_BACKEND = attrgetter("mkldnn.matmul.fp32_precision", "cuda.matmul.fp32_precision")

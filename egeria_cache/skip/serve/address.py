@@ -10,11 +10,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from egeria_cache.device import fp32_precision
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
-from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes, fp32_precision
+from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import ContentHash

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +41,7 @@ from egeria_cache.batch import (
     own_containers,
     take_rows,
 )
-from egeria_cache.device import autocast_kinds
+from egeria_cache.device import autocast_kinds, fp32_precision
 from egeria_cache.pystate import Content, own_attributes
 
 PLAIN = (bool, int, float, str, bytes, type(None))
@@ -360,16 +358,6 @@ def autocast_modes() -> tuple[tuple[str, str], ...]:
     """
     kinds = filter(torch.is_autocast_enabled, autocast_kinds())
     return tuple((kind, str(torch.get_autocast_dtype(kind))) for kind in kinds)
-
-
-def fp32_precision() -> Any:
-    """Return how exactly kernels multiply numbers of 32 bits: "highest", if not told otherwise."""
-    with suppress(RuntimeError):  # it was told by backend
-        return torch.get_float32_matmul_precision()
-    return _BY_BACKEND(torch.backends)
-
-
-_BY_BACKEND = attrgetter("mkldnn.matmul.fp32_precision", "cuda.matmul.fp32_precision")
 
 
 def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.device import autocast_kinds, runs_late, without_autocast
+from egeria_cache.device import autocast_kinds, fp32_precision, runs_late, without_autocast
 from egeria_cache.pystate import own_dict, own_slots
-from egeria_cache.skip.serve.call import fp32_precision
 
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
