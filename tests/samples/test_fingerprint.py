@@ -249,7 +249,7 @@ def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypat
     assert source.fingerprint.changed() is None
     CHANGES[kind](data)
     # Long arrays are read again once a hundred times their cost has passed: let it have passed.
-    monkeypatch.setattr(source.fingerprint, "_next_full", [0.0, 0.0])
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
     assert source.fingerprint.changed()
     assert str(source.fingerprint) != before
     assert source.fingerprint.changed() is None
@@ -358,9 +358,9 @@ def test_samples_are_read_again_in_turns(monkeypatch, tmp_path):
     source = source_of(Files())
     assert str(source.fingerprint)
     (tmp_path / "3").write_text("another")
-    monkeypatch.setattr(source.fingerprint, "_next_full", [0.0, 0.0])
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
     found = source.fingerprint.changed()
-    monkeypatch.setattr(source.fingerprint, "_next_full", [0.0, 0.0])
+    monkeypatch.setattr(source.fingerprint, "_next_full", 0.0)
     assert (found or source.fingerprint.changed()) == "sample 3"
 
 

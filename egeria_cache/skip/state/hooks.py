@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
@@ -64,14 +65,17 @@ def hook_of_training(module: nn.Module) -> str | None:
 
 def _asks_for_training(function: Any, depth: int = 2) -> bool:
     """Whether its code does, or that of a function that it names."""
+    code = getattr(function, "__code__", None)
     is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-    if is_torchs or not isinstance(function, FunctionType | MethodType):
+    if code is None or is_torchs or not isinstance(function, FunctionType | MethodType):
         return False
-    named = inspect.getclosurevars(function)
-    helpers = (*named.nonlocals.values(), *named.globals.values()) if depth else ()
-    return "training" in function.__code__.co_names or any(
-        _asks_for_training(one, depth - 1) for one in helpers
-    )
+    if "training" in code.co_names:
+        return True
+    with suppress(ValueError):  # what it closes over is not there yet
+        named = inspect.getclosurevars(function)
+        helpers = (*named.nonlocals.values(), *named.globals.values()) if depth else ()
+        return any(_asks_for_training(one, depth - 1) for one in helpers)
+    return False
 
 
 def _bare(hook: Any) -> Any:
