@@ -187,7 +187,7 @@ MUTATIONS = {
     ),
     "what a hit needs after all is not computed in it": Mutation(
         file="egeria_cache/skip/serve/placeholder.py",
-        old="        if self.why is None and self.is_hit:\n",
+        old="        if self.why is None and self.is_hit and not self.finished:\n",
         new="        if False:\n",
         caught_by="tests/hostile/test_seams.py",
     ),

@@ -91,13 +91,15 @@ class Mutating(nn.Linear):
 
 
 def mutated(m, x):
-    scale = torch.ones(6)
-    return m.finish(m.middle(m.early(x), scale) * scale)
+    return m.finish(m.middle(m.early(x), scale := torch.ones(6)) * scale)
 
 
-@pytest.mark.parametrize(
-    "cls", [*map(stash_in, STASHES), of(mutated, middle=lambda: Mutating(6, 6))]
-)
+WINDOWS = type("", (nn.Linear,), {"forward": lambda m, x: nn.Linear.forward(m, x).unfold(-1, 4, 2)})
+MUTATED = of(mutated, middle=lambda: Mutating(6, 6))
+SEEN = of(lambda m, x: m.finish(plain(m, x).flatten(2)[..., :6]), middle=lambda: WINDOWS(6, 6))
+
+
+@pytest.mark.parametrize("cls", [*map(stash_in, STASHES), MUTATED, SEEN])
 def test_a_way_around_the_boundary_is_refused(cls):
     refused(cls, "middle")
 

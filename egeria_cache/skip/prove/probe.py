@@ -20,15 +20,26 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.batch import geometry, overlap
+from egeria_cache.attempt import Attempt
+from egeria_cache.batch import geometry, overlap, overlaps_itself
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
+from egeria_cache.skip.serve.call import plain
+from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, placeholders
+from egeria_cache.skip.serve.placeholder import (
+    Escape,
+    Placeholder,
+    Scene,
+    Source,
+    marks_of,
+    placeholders,
+)
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
+from egeria_cache.skip.state.quiet import quietly_in
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -48,6 +59,10 @@ def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
     stored = list(plan.slots().values())
     for number, (step, leaf) in enumerate(stored):
         own, name = plain.leaves[step][leaf], plan.steps[step].name
+        if overlaps_itself(own):
+            if not _runs(plan, step):
+                raise BoundaryError.shares_memory(plan.boundary, name, name)
+            return True
         for other in stored[:number]:
             theirs = plain.leaves[other[0]][other[1]]
             if overlap(own, theirs):
@@ -117,12 +132,10 @@ class Prober:
                 # The copied is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
                 del left  # and what backward would read
-                if not kept and not share(self.plan, self.plain, run.given):
-                    self.plan.written = run.scene.written_since()
+                if kept:
+                    raise Escape.at(kept, "what the forward leaves (an output, a hook, a global)")
+                if not share(self.plan, self.plain, run.given) and self._can_wait(run, copied):
                     return
-                if not kept:
-                    continue
-                raise Escape.at(kept, "what the forward leaves (an output, a hook, a global)")
             except Escape as escape:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
@@ -139,6 +152,27 @@ class Prober:
             raise Escape.at(escaped, "the model's output")
         return leaves
 
+    def _can_wait(self, run: _ProbeRun, copied: ModelCopy) -> bool:
+        """Whether what is left out comes out the same when it is computed late, as the head may
+        want it some day. What does not is stored: code around a module may set it for one call.
+        """
+        scene, plan = run.scene, self.plan
+        if written := scene.written_since():
+            plan.written |= written
+            return False
+        scene.is_hit, scene.finished = True, False
+        with Attempt():
+            if not quietly_in(copied.context, scene.settle, Escape.at((), "what comes late")):
+                return True
+        scene.finished = True
+        others = [
+            Source("step", plan.steps[index].name, index, j)
+            for index, marks in run.marks.items()
+            for j, mark in enumerate(marks)
+            if not same_content(self.traced.leaf(index, j), scene.values.get(mark))
+        ]
+        return not sum(map(self._give, others))
+
     def inputs(self, run: ReplayRun, copied: ModelCopy) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
 
@@ -147,7 +181,9 @@ class Prober:
                 return leaf
             kind = "leaf" if position in self.traced.call.tagged else "argument"
             source = frozenset({Source(kind, self._paths[position], position)})
-            return Placeholder.of(leaf, source, run.scene)
+            instead = Placeholder.of(leaf, source, run.scene)
+            run.scene.left_out.append((plain, ((leaf,), {}), [instead.mark], (False, ())))
+            return instead
 
         return copied.call.noted(copied.call.rebuild(swap))
 
@@ -180,7 +216,8 @@ class Prober:
         spec = step.leaves[source.leaf]
         if step.run or not isinstance(spec, TensorSpec):
             return False
-        if source.leaf in step.cached or source.leaf in step.constants:
+        known = step.cached | step.constants.keys()
+        if source.leaf in known or (source.index, source.leaf) in self.plan.same:
             return False
         if spec.batch_dim is not None:
             step.cached.add(source.leaf)
@@ -205,9 +242,15 @@ class _ProbeRun(ReplayRun):
         self.begin(values)
         self.given: list[Slot] = []
         """The real tensors that skipped modules are given: step, leaf."""
+        self.marks: dict[int, list[Any]] = {}
+        """Of what stands for the leaves of each step's output."""
+
+    def _stand_ins(self, index: int) -> list[Any]:
+        leaves = super()._stand_ins(index)
+        self.marks[index] = marks_of(leaves)
+        return leaves
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.scene.marked((args, kwargs))
         for position, leaf in enumerate(tree_leaves((args, kwargs))):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                 self.given.append((index, position))
@@ -237,4 +280,5 @@ class _ProbeRun(ReplayRun):
 
 def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:
     """Begin a run of a copy on placeholders, which meet its modules as well as the model's."""
-    return Scene(copied.names(plan.names), copied.ids(plan.ancestors))
+    names, around = copied.names(plan.names), copied.ids(plan.ancestors)
+    return Scene(names, around, written=plan.written)

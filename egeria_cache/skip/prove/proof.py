@@ -195,10 +195,11 @@ def _describe(
         spec = TensorSpec.of(a, traced.size, other, len(other_rows))
         for b, rows in parts:
             if spec is None or not spec.matches(b, len(rows)):
+                shapes = ["any"] if a.is_nested else [tuple(one.shape) for one in (a, b)]
                 raise BoundaryError.impure(
                     traced.boundary,
-                    f"{name!r} returns a tensor of shape {tuple(a.shape)} for {traced.size} "
-                    f"samples and {tuple(b.shape)} for {len(rows)}",
+                    f"{name!r} returns a {a.type()!r} of shape {shapes[0]} for {traced.size} "
+                    f"samples and {shapes[-1]} for {len(rows)}",
                 )
         return spec and _in_blocks(traced, spec, a, parts)
     if isinstance(a, PLAIN):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
@@ -306,7 +306,7 @@ class PrefixRun:
     ) -> Any:
         """Run one step."""
         output = original(*args, **kwargs)
-        self.outputs.append(output)
+        self.outputs.append(tree_map(lambda leaf: leaf, output))  # what is put into it comes later
         return output
 
     def left_at(self, done: PrefixDone) -> dict[CodeType, int]:

@@ -98,10 +98,16 @@ class TensorSpec:
     """Dimensions from the outermost to the innermost in memory."""
     blocks: int = 1
     """How often the batch stands one behind the other along its dimension."""
+    kind: type[Tensor] = Tensor
+    """A subclass of the user's, of which nothing else is to be known."""
 
     @classmethod
     def of(cls, a: Tensor, size_a: int, b: Tensor, size_b: int) -> TensorSpec | None:
         """Compare the same tensor at two batch sizes; None if the shape depends on the data."""
+        is_own = type(a).__torch_dispatch__ is Tensor.__torch_dispatch__
+        kind = type(a) if is_own and not isinstance(a, nn.Parameter) else Tensor
+        if (kind is not Tensor and vars(a)) or a.is_nested or a.is_quantized:
+            return None
         if a.dtype != b.dtype or a.dim() != b.dim() or a.layout != torch.strided:
             return None
         differing = [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m]
@@ -115,7 +121,7 @@ class TensorSpec:
             shape[batch_dim] = multiple
         strides = a.stride()
         order = tuple(sorted(range(a.dim()), key=lambda i: (-strides[i], i)))
-        return cls(tuple(shape), a.dtype, a.device, batch_dim, order)
+        return cls(tuple(shape), a.dtype, a.device, batch_dim, order, kind=kind)
 
     def shape_at(self, batch_size: int) -> tuple[int, ...]:
         """Return the shape for a batch of this size."""
@@ -184,6 +190,7 @@ class TensorSpec:
         assert self.batch_dim is not None
         dims, _, strides = _restored(self.shape, self.order, self.batch_dim, batch_size)
         is_alike = self.shape[self.batch_dim] == 1 and dims == tuple(range(len(dims)))
+        is_alike &= self.kind is Tensor
         return strides if is_alike else None
 
     def from_rows(self, rows: Tensor) -> Tensor:
@@ -191,7 +198,7 @@ class TensorSpec:
         dim = self.batch_dim
         assert dim is not None
         dims, shape, strides = _restored(self.shape, self.order, dim, rows.shape[0])
-        view = rows.permute(dims)
+        view = rows.as_subclass(self.kind).permute(dims)
         if self.shape[dim] != 1:
             view = self.fold.together(view, dim)
         if view.stride() == strides:

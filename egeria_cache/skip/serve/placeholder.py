@@ -183,10 +183,8 @@ class Scene:
 
     def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
         """Remember an operation that is not done."""
-        given = self.marked(given)
-        if self.is_hit:
-            leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
-            self.left_out.append((function, given, list(map(_mark_of, leaves)), (False, ())))
+        leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
+        self.left_out.append((function, self.marked(given), marks_of(leaves), (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.
@@ -230,7 +228,7 @@ class Scene:
 
     def settle(self, why: BoundaryError) -> bool:
         """Compute what was left out, and leave nothing out any more; False if that cannot be."""
-        if self.why is None and self.is_hit:
+        if self.why is None and self.is_hit and not self.finished:
             if self.written_since():
                 return False
             self.why, self.after_boundary = why, True
@@ -513,6 +511,11 @@ def _mark_of(node: Any) -> _Mark | None:
     if issubclass(kind, Unavailable):
         return node._mark  # type: ignore[no-any-return]
     return node if kind is _Mark else None
+
+
+def marks_of(nodes: Iterable[Any]) -> list[_Mark | None]:
+    """Return the marks of several."""
+    return list(map(_mark_of, nodes))
 
 
 def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()) -> str | None:

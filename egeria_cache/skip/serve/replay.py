@@ -31,6 +31,7 @@ from egeria_cache.skip.serve.placeholder import (
     Scene,
     Source,
     Unavailable,
+    marks_of,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -224,12 +225,12 @@ class ReplayRun:
         else:
             if self.looks:
                 self.skipping(index, args, kwargs)
-            leaves = self._leaves.get(index) or self._stand_ins(index)
-            if (scene := self.scene).is_hit:
-                is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
-                given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
-                cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-                scene.left_out.append((original, given, leaves, (torch.is_grad_enabled(), cast)))
+            leaves, scene = self._leaves.get(index) or self._stand_ins(index), self.scene
+            is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
+            given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
+            cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+            gives = marks_of(leaves) if self.looks else leaves  # who keeps them?
+            scene.left_out.append((original, given, gives, (torch.is_grad_enabled(), cast)))
             if step.cached or step.constants or self.plan.same:
                 stand_ins, leaves = leaves, self._with_values(index, leaves)
                 for j in step.cached:
@@ -263,10 +264,14 @@ class ReplayRun:
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
             self.own.append(self._inputs[key])
-        if self.scene.is_hit:
-            own = [self._inputs[key]]
-            self.scene.left_out.append((plain, ((leaf,), {}), own, (False, ())))
+        self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key]], (False, ())))
         return self._inputs[key]
+
+    def prepare(self) -> None:
+        """Make what stands for outputs before the first run, which may see some of it kept."""
+        for index, step in enumerate(self.plan.steps):
+            if not step.run:
+                self._stand_ins(index)
 
     def _stand_ins(self, index: int) -> list[Any]:
         """Return what stands for the leaves of a step's output where nothing was stored."""
@@ -401,6 +406,7 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
+        run.prepare()
     values, source.escaped = dict[Slot, Tensor](), None
     for name, slot, spec, as_stored in run.entries:
         rows = stored[name].clone() if source.copies else stored[name]
