@@ -69,6 +69,9 @@ _OWN = ("fingerprint", "_fingerprint")
 _NO_OBJECTS = (
     Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *LEADS
 )  # fmt: skip
+_SHOWN = (io.BytesIO, *LEADS)
+_DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
+"""Kinds of which most of a data set's objects are."""
 
 
 def is_below(path: str, tops: AbstractSet[str]) -> bool:
@@ -151,7 +154,7 @@ class Portrait(Snapshot):
             self._note(path, f"as {known}" if plain is None else plain)
 
     def _is_mute(self, value: Any) -> bool:
-        if isinstance(value, (io.BytesIO, *LEADS)):
+        if type(value) in _DATA or isinstance(value, _SHOWN):
             return False
         if is_opaque(type(value)) or value is os.environ:
             return True
@@ -161,8 +164,9 @@ class Portrait(Snapshot):
         within = self._within_reach.get(id(value), False)
         self._paths[id(value)] = path
         self._scope = getattr(value, "__globals__", None)
-        self._keeps = not (self._is_thorough or holds_threads(value))
-        is_object = not isinstance(value, _NO_OBJECTS)
+        is_data = type(value) in _DATA
+        self._keeps = not (self._is_thorough or (not is_data and holds_threads(value)))
+        is_object = not (is_data or isinstance(value, _NO_OBJECTS))
         is_set = is_object and not isinstance(value, type) and is_data_set(value)
         is_set |= isinstance(value, Dataset)
         is_trained = isinstance(value, nn.Module) and not is_frozen(value)
@@ -176,6 +180,8 @@ class Portrait(Snapshot):
             if not self._is_noted(f"{path}.fingerprint", own):
                 below.append((f"{path}.fingerprint", own))
         self._is_told = self._print(path, value)
+        if self._is_thorough and isinstance(value, Tensor):
+            return
         if not ends(value):
             below += super()._look(path, value)
         is_code = isinstance(value, types.FunctionType | types.MethodType)

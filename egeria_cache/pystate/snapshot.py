@@ -169,6 +169,7 @@ class Snapshot:
 
     def _walk(self, pending: deque[tuple[str, Any]]) -> None:
         """Look through all that can be reached, the near first."""
+        kinds = set[type]()
         while pending and len(self._alive) < self._reach.max_objects:
             path, value = pending.popleft()
             if type(value) in ATOMS and not isinstance(value, CODE_KINDS):
@@ -179,7 +180,8 @@ class Snapshot:
             self._alive[id(value)] = value
             if self._is_mute(value):
                 continue
-            if self._reach.follows_code:
+            if self._reach.follows_code and type(value) not in kinds:
+                kinds.add(type(value))
                 pending.append((type(value).__qualname__, type(value)))
             with Attempt():  # it may be a handle of some kind
                 if not self._reach.lets_be(value):
@@ -326,6 +328,8 @@ class Snapshot:
 
     def _places(self, path: str, value: Any) -> Iterator[Place]:
         follows = self._reach.follows_code
+        if type(value) in (tuple, frozenset):
+            return
         if isinstance(value, type):
             if follows:
                 yield OfClass(value.__qualname__, value)

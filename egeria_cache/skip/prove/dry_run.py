@@ -48,6 +48,7 @@ from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import wants_grad
+from egeria_cache.skip.serve.trace import known_tensors
 from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
@@ -182,6 +183,7 @@ class DryRun:
             copies=copies,
             before=self._surroundings.now(),
             surroundings=self._surroundings,
+            known=known_tensors(self.model),
             grad=torch.is_grad_enabled(),
         )
         wants_grad = self._run_plainly(traced)

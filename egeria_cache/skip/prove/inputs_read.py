@@ -25,7 +25,7 @@ from egeria_cache.skip.prove.probe import scene_of
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, distinct, recompute
 from egeria_cache.skip.serve.placeholder import OF_EVERY_OBJECT, Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
+from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
 _T = TypeVar("_T")
@@ -69,7 +69,7 @@ def observe(traced: TracedBatch) -> Observed:
 def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
     if any(is_compiled(m) for module in traced.modules for m in module.modules()):
         return None
-    pairs = [(named, copied.of(named[2])) for named in known_tensors(traced.model)]
+    pairs = [(named, copied.of(named[2])) for named in traced.known]
     known = [
         (named, tensor)
         for named, tensor in pairs

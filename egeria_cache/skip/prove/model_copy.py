@@ -105,6 +105,11 @@ class ModelCopies:
             (model, forward, leaves, call.given)
         )
         self._call = call
+        self._pairs = [
+            (i, original, first)
+            for i, (original, first) in self._copier.pairs.items()
+            if isinstance(original, nn.Module | Tensor)
+        ]
         weights.keep(self._copier.weights)
         make_local(self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
@@ -138,6 +143,10 @@ class ModelCopies:
         root = copier(self._root)
         return self._made(root, copier.of, lambda value: copier.of(first(value)))
 
+    def fresh_call(self) -> Invocation:
+        """Return a new copy of the call alone."""
+        return self._called(*Copier(self._root[0])(self._root[2:]))
+
     def only(self) -> ModelCopy:
         """Return the copy that others would be made of, where there are to be none."""
         return self._made(self._root, lambda first: first, self._copier.of)
@@ -145,14 +154,12 @@ class ModelCopies:
     def _made(
         self, root: tuple[Any, ...], of: Callable[[Any], Any], of_original: Callable[[Any], Any]
     ) -> ModelCopy:
-        model, forward, leaves, given = root
-        call = dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
-        pairs = {
-            i: (original, of(first))
-            for i, (original, first) in self._copier.pairs.items()
-            if isinstance(original, nn.Module | Tensor)
-        }
-        return ModelCopy(pairs, (model, forward, call), self._weights, of_original)
+        model, forward, *call = root
+        pairs = {i: (original, of(first)) for i, original, first in self._pairs}
+        return ModelCopy(pairs, (model, forward, self._called(*call)), self._weights, of_original)
+
+    def _called(self, leaves: list[Any], given: Any) -> Invocation:
+        return dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.pystate import Moved, RandomState, describe
+from egeria_cache.pystate import Moved, RandomState
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.independence import (
     check_constants,
@@ -42,7 +42,7 @@ from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
-from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors
+from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.hooks import has_user_hooks_inside
 
 _MAX_ALONE = 8
@@ -65,7 +65,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             name = traced.names[id(module)]
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
-    traced.called.call = traced.copies.fresh().call
+    traced.called.call = traced.copies.fresh_call()
     followed = recompute(traced, copied=traced.called, goes_on=True)
     seen = observe(traced)
     repeats, trace = Repeats(traced, seen.others), seen.trace
@@ -117,7 +117,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
     rows = _check_replay(traced, prober, plan)
-    plan.unread = _check_counted(traced, plan)
+    plan.unread = _check_counted(traced, repeats, plan)
     return plan, rows
 
 
@@ -237,7 +237,7 @@ def _own_constants(
 ) -> Iterator[tuple[Slot, Tensor]]:
     """Yield what the front gives out of the model's own tensors: what follows may write to it."""
     slots = [(i, j) for i, step in enumerate(plan.steps) for j in step.constants]
-    for (i, j), (*_, tensor) in product(slots, known_tensors(traced.model) if slots else ()):
+    for (i, j), (*_, tensor) in product(slots, traced.known):
         leaf, own = repeats.last.leaves[i][j].detach(), repeats.copied.of(tensor)
         if not is_lazy(own) and overlap(leaf, own.detach()):
             place = leaf.shape, leaf.stride(), leaf.storage_offset()
@@ -252,13 +252,13 @@ def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | N
     if trace is None:
         return
     skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
-    for name, _, tensor in known_tensors(traced.model):
+    for name, _, tensor in traced.known:
         # One change may show no effect: `x.clamp(max=self.limit.item())`.
         if trace.undifferentiated.get(id(tensor), set()) & skipped:
             raise BoundaryError.trainable(plan.boundary, name)
     suspects = [
         (name, tensor)
-        for name, _, tensor in known_tensors(traced.model)
+        for name, _, tensor in traced.known
         if tensor.requires_grad and id(tensor) in trace.read and tensor.is_floating_point()
     ]
     if not suspects:
@@ -304,11 +304,11 @@ def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> 
     repeats.kept.put_back()
 
 
-def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
+def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> dict[Any, Any]:
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
     """
-    _check_outside(traced, plan)
+    repeats.check_outside()
     if not traced.counted:
         return {}
     copied, few = traced.copies.fresh(), [0, traced.size - 1]
@@ -340,42 +340,15 @@ def _check_counted(traced: TracedBatch, plan: ReplayPlan) -> dict[Any, Any]:
     return unread
 
 
-def _check_outside(traced: TracedBatch, plan: ReplayPlan) -> None:
-    """Nothing outside of the model may move with each run of the prefix, if it is no count."""
-    outside, copied = traced.before.outside, traced.copies.fresh()
-    few, counted = [0, traced.size - 1], {id(one.where) for one in traced.counted}
-    recompute(traced, few, copied=copied)
-    once, really, context = outside.now(copied.copy_of), outside.now(), dict(copied.context)
-    recompute(traced, few, copied=copied, goes_on=True)
-    moved = [
-        f"the context variable {variable.name!r}"
-        for variable, value in copied.context.items()
-        if value is not context.get(variable) and describe(value) != describe(context.get(variable))
-    ]
-    moved += [
-        one.name
-        for one in outside.moved(once, outside.now(copied.copy_of))
-        if id(one.where) not in counted and id(one.where) not in outside.apart
-    ]
-    moved += [
-        one.name
-        for one in outside.moved(really, outside.now())
-        if copied.copy_of(one.where) is not one.where  # the model itself, which a global names
-    ]
-    for name in moved:
-        raise BoundaryError.impure(plan.boundary, f"{name} moves with every call of it")
-
-
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
     """Return what the prefix reads outside of its modules: class tokens, constants."""
-    known = known_tensors(traced.model)
     if trace is None:  # compiled code cannot be traced: take all that is near
         near = {id(module) for module in plan.ancestors}
-        return [named for named in known if id(named[1]) in near]
+        return [named for named in traced.known if id(named[1]) in near]
     skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
     return [
         named
-        for named in known
+        for named in traced.known
         if trace.read.get(id(named[2]), set()) & skipped and not named[2].requires_grad
     ]
 
@@ -462,8 +435,9 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
     written = traced.moved.keys() | map(id, _written(traced, copied))
     skipped = (module for _, module in plan.skipped_modules())
     read = {id(t) for m in skipped for t in (*m._parameters.values(), *m._buffers.values())}
-    for name, _, tensor in known_tensors(traced.model):
-        if id(tensor) in written & (read | {id(named[2]) for named in plan.reads}):
+    read.update(id(named[2]) for named in plan.reads)
+    for name, _, tensor in traced.known:
+        if id(tensor) in written & read:
             if isinstance(tensor, nn.Parameter):
                 raise BoundaryError.moves(plan.boundary, name)
             raise BoundaryError.impure(

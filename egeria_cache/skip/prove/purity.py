@@ -7,14 +7,14 @@ list) would stand still on hits, and what is left behind by a run would be that 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, Names, Snapshot
+from egeria_cache.pystate import Content, Names, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
 
@@ -38,20 +38,24 @@ class Repeats:
         before = self._held()
         self.first = recompute(traced, copied=copied)
         settled = self._held()
-        begun = [pair for pair, _ in self._changes(before)]
+        begun = [pair for pair, _ in self._changes(before, settled)]
         own = ((vars(copied.of(module)), key) for module, key in begun
                if copied.of(module) is not module)  # fmt: skip
         self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
-        once = self.kept.now()
-        self.again = recompute(traced, self.first.rows, copied=copied)
+        once, world, context = self.kept.now(), traced.before.outside, dict(copied.context)
+        outside = world.now(copied.copy_of), world.now()
+        self.again = recompute(traced, self.first.rows, copied=copied, goes_on=True)
         self.counted = list(self.kept.moved(once, self.kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
-        self._counting = self._changes(settled)
-        settled = self._held()
+        self._outside = [*self._moved_outside(*outside), *_assigned(context, copied.context)]
+        again = self._held()
+        self._counting = self._changes(settled, again)
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
-        self._left = [pair for pair, holds in self._changes(settled, new_keys=False) if holds]
-        later = chain(self._counting, self._changes(settled))
-        self.moving = list(dict.fromkeys(pair for pair, _ in later))
+        later = self._held()
+        left = self._changes(again, later, new_keys=False)
+        self._left = [pair for pair, holds in left if holds]
+        moving = chain(self._counting, self._changes(again, later))
+        self.moving = list(dict.fromkeys(pair for pair, _ in moving))
         """What calls after the first move; what that one has left is a memo."""
         traced.common = copied
 
@@ -75,6 +79,24 @@ class Repeats:
                 module, key, "is a tensor that the prefix leaves behind, which would be that of "
                 "another batch when the prefix is skipped",
             )  # fmt: skip
+
+    def check_outside(self) -> None:
+        """Nothing outside of the model may move with each run of the prefix, if it is no count."""
+        counted = {id(one.where) for one in self._traced.counted}
+        for where, name in self._outside:
+            if id(where) not in counted:
+                how = f"{name} moves with every call of it"
+                raise BoundaryError.impure(self._traced.boundary, how)
+
+    def _moved_outside(self, once: list[Any], really: list[Any]) -> Iterator[tuple[Any, str]]:
+        """Yield where something has moved since, of the copy's or really, and its name."""
+        world, of = self._traced.before.outside, self.copied.copy_of
+        for one in world.moved(once, world.now(of)):
+            if id(one.where) not in world.apart:
+                yield one.where, one.name
+        for one in world.moved(really, world.now()):
+            if of(one.where) is not one.where:  # the model itself, which a global names
+                yield one, one.name
 
     def reason(self) -> str:
         """Name what moved between two runs on the same rows, where their results differ."""
@@ -107,14 +129,18 @@ class Repeats:
         return [_contents(copy) for _, copy in self._watched]
 
     def _changes(
-        self, before: list[dict[str, Content]], *, new_keys: bool = True
+        self,
+        before: list[dict[str, Content]],
+        after: list[dict[str, Content]],
+        *,
+        new_keys: bool = True,
     ) -> list[tuple[tuple[nn.Module, str], bool]]:
         """Return (user's module, attribute), and whether tensors or arrays are what changed.
 
         Without `new_keys` what has joined a mapping or an object is no change.
         """
         found = []
-        for (module, _), old, now in zip(self._watched, before, self._held(), strict=True):
+        for (module, _), old, now in zip(self._watched, before, after, strict=True):
             for key, held in now.items():
                 then = old[key].texts if key in old else {}
                 paths = set(held.texts)
@@ -130,6 +156,14 @@ class Repeats:
 
 def _contents(module: nn.Module) -> dict[str, Content]:
     return {key: Content(part, _MAX_DEPTH, into_foreign=False) for key, part in _state(module)}
+
+
+def _assigned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[Any, str]]:
+    """Yield context variables that have another value, and what they are called."""
+    for variable, value in after.items():
+        then = before.get(variable)
+        if value is not then and describe(value) != describe(then):
+            yield variable, f"the context variable {variable.name!r}"
 
 
 def _texts(module: nn.Module) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Moved, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
+from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy
 from egeria_cache.skip.serve.call import Invocation, Layout
 from egeria_cache.skip.serve.replay import PrefixDone
@@ -99,6 +100,8 @@ class TracedBatch:
     before: World
     """What the copies share with the model, at that time."""
     surroundings: Surroundings
+    known: list[Named]
+    """The model's tensors."""
     grad: bool
     """Whether autograd recorded in the plain run."""
     outputs: list[Any] = field(init=False)
