@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Sized
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -160,6 +161,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_known_random = cache is None
         self._progress, self._resumes = Progress(), False
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
+        self._passes = WeakSet[Pass]()
         self._is_uncached = self._why_uncached() is not None
         self._num_changes, self._ended_unchanged = 0, True
         self._assembly = Assembly(self.source)
@@ -243,7 +245,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         goes_on = self._begin(self._enter)
         if isinstance(self.dataset, IterableDataset):
             return self._iterate(goes_on=goes_on)
-        return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
+        begun = Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
+        self._passes.add(begun)
+        return begun
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""

@@ -73,6 +73,10 @@ def _give_back(loader: Any) -> None:
 
 
 def _restore(loader: Any, cls: type, known: set[str], before: dict[str, Any]) -> None:
+    goes_on = object.__new__(type(loader))
+    vars(goes_on).update(vars(loader))
+    for one in vars(loader).get("_passes", ()):
+        one._loader = goes_on  # to its end, as it began
     if before:
         loader._serve(None, **before)
     for name in set(vars(loader)) - known:

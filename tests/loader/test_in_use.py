@@ -107,12 +107,12 @@ def test_a_loader_in_use_is_served_from_its_next_pass_on(name, directory):
 def test_a_pass_under_way_goes_on_as_it_is(directory):
     model = frozen_net()
     loader = DataLoader(Images(SIZE, noise=0), 8)
-    under_way = iter(loader)
-    next(under_way)
+    next(under_way := iter(loader))
     with ActivationCache(model, directory, "layer1", loader=loader):
         assert [type(x) for x, _ in under_way] == [torch.Tensor] * 4
         assert isinstance(loader, EgeriaLoader)
-    assert len(list(loader)) == 5
+        next(given_back := iter(loader))
+    assert [len(list(given_back)), len(list(loader))] == [4, 5]
     assert type(loader) is DataLoader
 
 
