@@ -97,6 +97,8 @@ class Portrait(Snapshot):
         """Data sets that say themselves what they are."""
         self._made_anew: set[int] = set()
         """What pickling has made, and what that holds: it has no identity."""
+        self._told: set[str] = set()
+        """Paths of what the print of a container says already."""
         self.is_whole = True
         """Whether all of it is kept: as long as it `has_moved` not, nothing of it has."""
         settings = getattr(os.environ, "_data", {})
@@ -111,11 +113,14 @@ class Portrait(Snapshot):
         self._paths: dict[int, str] = {}
         self._within_reach: dict[int, bool] = {}
         """Whether what has this id was reached by way of code, and belongs to no data set."""
-        self._is_told, self._scope = False, None
+        self._is_told, self._scope, self._was_brief = False, None, False
         for name, value in roots.items():
             if not self._is_noted(name, value):
                 self._within_reach[id(value)] = name != "data set"
-                self._walk(deque([(name, value)]))
+                self._walk(pending := deque([(name, value)]))
+                self.is_whole &= not pending
+        self.tells_all = thorough or (self.is_whole and not self._was_brief)
+        """Whether a thorough one would have the same prints."""
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
@@ -149,7 +154,7 @@ class Portrait(Snapshot):
 
     def _again(self, path: str, value: Any) -> None:
         known = self._paths.get(id(value), path)
-        if known != path:
+        if known != path and path not in self._told:
             plain = None if content.is_long(value) else content.plain_print(value)
             self._note(path, f"as {known}" if plain is None else plain)
 
@@ -179,7 +184,7 @@ class Portrait(Snapshot):
             self.is_whole = False
             if not self._is_noted(f"{path}.fingerprint", own):
                 below.append((f"{path}.fingerprint", own))
-        self._is_told = self._print(path, value)
+        self._is_told = path in self._told or self._print(path, value)
         if self._is_thorough and isinstance(value, Tensor):
             return
         if not ends(value):
@@ -244,10 +249,13 @@ class Portrait(Snapshot):
         for key, item in islice(pairs, _ALL.max_held):
             name = repr(key)[:80] if type(key) in content.PLAIN else kind_name(type(key))
             if not (_is_fixed(item) if self._is_told else self._is_noted(f"{path}[{name}]", item)):
+                self._told.update([f"{path}[{name}]"] if self._is_told else [])
                 yield f"{path}[{name}]", item
 
     def _is_brief(self, value: Any) -> bool:
-        return not self._is_thorough and content.is_long(value)
+        is_brief = not self._is_thorough and content.is_long(value)
+        self._was_brief |= is_brief
+        return is_brief
 
     def _spend(self, value: Any, num_bytes: int) -> int:
         """Return how many bytes of a tensor or an array of so many may be read."""

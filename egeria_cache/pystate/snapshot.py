@@ -169,7 +169,7 @@ class Snapshot:
 
     def _walk(self, pending: deque[tuple[str, Any]]) -> None:
         """Look through all that can be reached, the near first."""
-        kinds = set[type]()
+        kinds: set[type] = {dict, list, tuple, set, frozenset}
         while pending and len(self._alive) < self._reach.max_objects:
             path, value = pending.popleft()
             if type(value) in ATOMS and not isinstance(value, CODE_KINDS):

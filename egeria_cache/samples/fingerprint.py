@@ -226,7 +226,7 @@ class Fingerprint:
         is_due = not sees_all and (self._free_s[midway] > 0 or started >= self._next_full)
         if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
             return None
-        full, left_out = Portrait(self._roots), self._left_out
+        full, left_out = self._full(quick), self._left_out
         surely = before.differences(full, left_out | before.doubtful | full.doubtful)
         if surely or (surely := [*self._shown.read.intersection(before.differences(full, set()))]):
             return surely[0]
@@ -242,6 +242,9 @@ class Fingerprint:
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return what
+
+    def _full(self, quick: Portrait) -> Portrait:
+        return quick if quick.tells_all else Portrait(self._roots)
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -279,8 +282,8 @@ class Fingerprint:
 
     def _take(self) -> str:
         length, digest = len(self._dataset), xxhash.xxh3_128()
-        self._portraits = Portrait(self._roots, thorough=False), Portrait(self._roots)
-        self._glance = self._portraits[0]
+        self._glance = Portrait(self._roots, thorough=False)
+        self._portraits = self._glance, self._full(self._glance)
         self._prints, self._seen, self._shown = {}, None, Look([], None)
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful
