@@ -385,16 +385,6 @@ def overlap(one: Any, other: Any) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements of it lie in the same place, and may be written to (not those of expand)."""
-    reach, sizes = 1, sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, size in sizes if tensor.numel() else ():
-        if 0 < stride < reach and size > 1:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 def _is_values(node: Any, batch_size: int) -> bool:
     return (
         type(node) in (list, tuple)

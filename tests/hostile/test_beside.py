@@ -45,7 +45,7 @@ PLACES = {
     "skip.serve.plan.PlanCache": "find",
     "skip.serve.call.Invocation": "key of",
     "skip.serve.replay": "prefix replay",
-    "skip.serve.replay.CaptureRun": "_finish",
+    "skip.serve.plan.ReplayPlan": "rows",
     "skip.engine.SkipEngine": "_look",
     "skip.state.guards.ContentHash": "of",
     "skip.state.guards.PrefixGuard": "changed",

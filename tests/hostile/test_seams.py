@@ -78,8 +78,7 @@ def counted(m, x):
     out = m.norm(m.back(m.middle(h := m.early(x))))
     m.kept.append(random.random())
     if m.late_now:
-        h += 1.0
-        out = out + h[:, :3] + float(f"{h.mean():.4f}") + len(repr(h)) + h.numpy().max()
+        out = out + h.add_(1.0)[:, :3] + float(f"{h.mean():.4f}") + len(repr(h)) + h.numpy().max()
     return out * (1 + m.kept[-1] + len(m.kept) / 9)
 
 
@@ -123,20 +122,22 @@ BOXES = {
 }
 
 
-@hostile(over=BOXES, cases=4)
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_object_of_the_front_is_read_late(run, make, get, inside):
+@hostile(over=BOXES, cases=6)
+@pytest.mark.parametrize(("inside", "keeps"), [(True, False), (False, False), (True, True)])
+def test_an_object_of_the_front_is_read_late(run, make, get, inside, keeps):
     """PyTorch knows no parts of it; it is made in a layer, or between two."""
 
     def forward(m, x):
         out = m.norm(m.back(m.middle(box := m.early(x) if inside else make(m.early(x)))))
-        return out + get(box).mean() if m.late_now else out
+        m.kept += [box] * (m.late_now and keeps)
+        return out + get(box).mean() if m.late_now and not keeps else out
 
     early = layered(lambda m, h: make(h) if inside else h).early
-    opened = {"forward": lambda m, box: nn.Linear.forward(m, get(box))}
-    middle = type("Opened", (nn.Linear,), opened)(8, 8)
-    model = net(forward=forward, late_now=False, early=early, middle=middle, norm=nn.BatchNorm1d(3))
+    middle = type("", (nn.Linear,), {"forward": lambda m, x: nn.Linear.forward(m, get(x))})(8, 8)
+    own = {"early": early, "middle": middle, "norm": nn.BatchNorm1d(3), "kept": []}
+    model = net(forward=forward, late_now=False, **own)
     trained(run, model=model, epochs=4, each_epoch=lambda m, e: setattr(m, "late_now", e == 2))
+    run.see(sum(float(get(box).sum()) for box in model.kept))
 
 
 def writing(model, x, also=0.0):
@@ -378,12 +379,11 @@ def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
     model.head.scale, model.late.table = 1.0, {"scale": 1.0}
     model.kept = [nn.Linear(1, 1).requires_grad_(False)]
 
-    def optimizer(model):
+    def own(model):
         model.kept.append(sgd(model))
         return model.kept[1]
 
-    late = {"each_step": lambda m, step: step == 7 and change(m)}
-    trained(run, model=model, epochs=5, optimizer=optimizer, **late)
+    trained(run, model=model, epochs=5, optimizer=own, each_step=lambda m, i: i == 7 and change(m))
 
 
 # ---- idioms that raise when they are tried alone -------------------------------------------------

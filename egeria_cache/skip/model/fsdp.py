@@ -127,10 +127,10 @@ class Cast:
 
     def __call__(self, module: nn.Module, args: Any, given: Any) -> Any:
         """Stand before a forward, `given` named arguments, or behind it, `given` its output."""
-        return tree_map_only(Tensor, self._cast, (args, given) if self.is_input else given)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        given = (args, given) if self.is_input else given
+        return tree_map_only(
+            Tensor, lambda one: one.to(self.dtype) if one.is_floating_point() else one, given
+        )
 
     def register(self, module: nn.Module) -> None:
         """Stand there."""

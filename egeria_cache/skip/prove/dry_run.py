@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.device import synchronize
@@ -45,9 +45,7 @@ from egeria_cache.skip.prove.traced_batch import (
     trainable,
 )
 from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.serve.replay import wants_grad
 from egeria_cache.skip.serve.trace import known_tensors
 from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
 from egeria_cache.skip.state.surroundings import Surroundings, World
@@ -186,13 +184,12 @@ class DryRun:
             known=known_tensors(self.model),
             grad=torch.is_grad_enabled(),
         )
-        wants_grad = self._run_plainly(traced)
+        self._run_plainly(traced)
         plan, rows = prove(traced)
-        plan.wants_grad = wants_grad
         return Outcome(plan, rows)
 
-    def _run_plainly(self, traced: TracedBatch) -> set[Slot]:
-        """Run the whole model on a copy; return which outputs of the prefix autograd follows.
+    def _run_plainly(self, traced: TracedBatch) -> None:
+        """Run the whole model on a copy.
 
         Raises:
             BoundaryError: What is checkpointed would run again in backward; or the prefix went
@@ -215,7 +212,6 @@ class DryRun:
         traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
         traced.counted = before.outside.moved_whole(copied.copy_of)
         traced.after = self._surroundings.now()
-        return run.wants_grad
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that are called before the boundary returns, and those around it.
@@ -353,7 +349,6 @@ class _PlainRun(PrefixRun):
         self._traced, self._copied = traced, copied
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
-        self.wants_grad: set[Slot] = set()
         self._regions: list[Any] = []
         synchronize()
         self._started = time.perf_counter()
@@ -369,8 +364,6 @@ class _PlainRun(PrefixRun):
         synchronize()
         self.seconds.append(time.perf_counter() - self._started)
         if is_last:
-            for i, one in enumerate(self.outputs):
-                self.wants_grad |= wants_grad(i, tree_leaves(one))
             # Copies, as things stand now: the active part may write into what it is given.
             self.outputs = tree_map(_copied, self.outputs)
         return output

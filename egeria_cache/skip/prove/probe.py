@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import geometry, overlap, overlaps_itself
+from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
@@ -33,11 +33,12 @@ from egeria_cache.skip.serve.placeholder import (
     Placeholder,
     Scene,
     Source,
-    marks_of,
+    mark_of,
     placeholders,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
+from egeria_cache.skip.serve.trace import bytes_of
 from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
 from egeria_cache.skip.state.quiet import quietly_in
 
@@ -59,7 +60,7 @@ def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
     stored = list(plan.slots().values())
     for number, (step, leaf) in enumerate(stored):
         own, name = plain.leaves[step][leaf], plan.steps[step].name
-        if overlaps_itself(own):
+        if 0 not in own.stride() and own.nbytes > len(bytes_of(own)):  # with itself
             if not _runs(plan, step):
                 raise BoundaryError.shares_memory(plan.boundary, name, name)
             return True
@@ -247,7 +248,7 @@ class _ProbeRun(ReplayRun):
 
     def _stand_ins(self, index: int) -> list[Any]:
         leaves = super()._stand_ins(index)
-        self.marks[index] = marks_of(leaves)
+        self.marks[index] = list(map(mark_of, leaves))
         return leaves
 
     def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -107,11 +107,15 @@ def _sources_in(node: Any) -> frozenset[Source] | None:
             held = [holder.__closure__, holder.__defaults__, holder.__kwdefaults__, vars(holder)]
         for one in held:
             if isinstance(one, Placeholder | Unavailable):
-                return one.sources if isinstance(one, Placeholder) else one._sources
+                return _sources_of(one)
             if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
                 seen.add(id(one))
                 pending.append(one)
     return frozenset() if pending else None
+
+
+def _sources_of(one: Any) -> frozenset[Source]:
+    return one.sources if isinstance(one, Placeholder) else one._sources
 
 
 def _reduced(node: Any) -> tuple[Any, ...]:
@@ -184,7 +188,9 @@ class Scene:
     def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
         """Remember an operation that is not done."""
         leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
-        self.left_out.append((function, self.marked(given), marks_of(leaves), (False, ())))
+        self.left_out.append(
+            (function, self.marked(given), list(map(mark_of, leaves)), (False, ()))
+        )
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.
@@ -192,7 +198,7 @@ class Scene:
         Raises:
             Escape: In a dry run: it is given what holds one, and cannot be had again later.
         """
-        if (mark := _mark_of(node)) is not None:
+        if (mark := mark_of(node)) is not None:
             return mark
         if isinstance(node, Tensor):
             node = node.clone() if len(self.read) in self.written else node
@@ -238,7 +244,7 @@ class Scene:
                         args, kwargs = self._real(given)
                         leaves = tree_leaves(_in_modes(modes, function, *args, **kwargs))
                         for one, leaf in zip(gives, leaves, strict=False):
-                            if (mark := _mark_of(one)) is not None:
+                            if (mark := mark_of(one)) is not None:
                                 self.values[mark] = leaf
                                 if (known := mark()) is not None:
                                     object.__setattr__(known, "_value", leaf)
@@ -267,15 +273,15 @@ class Scene:
 
         return tree_map_only((_Mark, _Object), real, given)
 
-    def kept(self, own: Sequence[Placeholder] = (), held: Sequence[int] = ()) -> frozenset[Source]:
-        """Return the sources of the placeholders that somebody still holds.
+    def kept(self, own: Sequence[Any] = (), held: Sequence[int] = ()) -> frozenset[Source]:
+        """Return the sources of the placeholders, and of objects, that somebody still holds.
 
         Args:
             own: Those that are used in every run.
             held: How many references each of the first of these had when the run began.
         """
 
-        def alive() -> list[Placeholder]:
+        def alive() -> list[Any]:
             ours, now = set(map(id, own)), list(map(sys.getrefcount, own))
             found = [p for ref in self.made if (p := ref()) is not None and id(p) not in ours]
             both = zip(own, now, held, strict=False)
@@ -285,7 +291,7 @@ class Scene:
             if not alive():
                 return frozenset()
             gc.collect(generation)
-        return frozenset(source for tensor in alive() for source in tensor.sources)
+        return frozenset(source for one in alive() for source in _sources_of(one))
 
     def check(self, sources: frozenset[Source], what: object) -> None:
         """Refuse the use of a placeholder by an active module, or after the run."""
@@ -425,32 +431,21 @@ class Placeholder(Tensor):
                 raise escape
         return self._value
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return self.number_of("numpy()").numpy(*args, **kwargs)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.number_of("numpy()").__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:  # noqa: D102
-        return self.number_of("tolist()").tolist()
-
-    def data_ptr(self) -> int:  # noqa: D102
-        return self.number_of("data_ptr()").data_ptr()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.number_of("pickling").__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.number_of("deepcopy()").__deepcopy__(memo)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.number_of("format()"), spec)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.scene.why is not None or not self.scene.finished:
             return repr(self.number_of("repr()"))
         origin = ", ".join(sorted(source.name for source in self.sources))
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
+
+
+def _by_number(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kw: getattr(self.number_of(f"{name}()"), name)(*args, **kw)
+
+
+for _name in (
+    "numpy", "__array__", "tolist", "data_ptr", "__reduce_ex__", "__deepcopy__", "__format__",
+):  # fmt: skip
+    setattr(Placeholder, _name, _by_number(_name))
 
 
 class Unavailable:
@@ -491,7 +486,7 @@ class Unavailable:
 
     def _object(self, what: str) -> Any:
         escape, scene = Escape.at(self._sources, what), self._scene
-        if scene is None or scene.finished or not scene.settle(escape):
+        if scene is None or not scene.settle(escape):
             raise escape
         return self._value
 
@@ -503,7 +498,7 @@ OF_EVERY_OBJECT = {*dir(object)} - {
 """What has nothing to do with what an object holds."""
 
 
-def _mark_of(node: Any) -> _Mark | None:
+def mark_of(node: Any) -> _Mark | None:
     """Return the mark of what stands for something else."""
     kind = type(node)
     if kind is Placeholder:
@@ -511,11 +506,6 @@ def _mark_of(node: Any) -> _Mark | None:
     if issubclass(kind, Unavailable):
         return node._mark  # type: ignore[no-any-return]
     return node if kind is _Mark else None
-
-
-def marks_of(nodes: Iterable[Any]) -> list[_Mark | None]:
-    """Return the marks of several."""
-    return list(map(_mark_of, nodes))
 
 
 def innermost_module(names: Mapping[int, str], but: frozenset[int] = frozenset()) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -31,16 +31,10 @@ from egeria_cache.skip.serve.placeholder import (
     Scene,
     Source,
     Unavailable,
-    marks_of,
-    placeholders,
+    mark_of,
 )
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
-
-
-def wants_grad(step: int, leaves: Sequence[Any]) -> set[Slot]:
-    """Return which leaves of a step's output autograd follows."""
-    return {(step, j) for j, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
 
 
 class PrefixDone(BaseException):
@@ -95,7 +89,11 @@ class CaptureRun:
         with Attempt(lambda error: self._deviate(repr(error))):
             self._keep(step, output)
             if self._position == len(steps) - 1 and not self.deviation:
-                self._rows = self._finish()
+                if self._learnt is not None:
+                    self._learn(self._learnt)
+                # Copies of the values as they stand when the boundary returns: in-place steps of
+                # the prefix count; what the active part writes, perhaps by NumPy, does not.
+                self._rows = {} if self.deviation else self.plan.rows(self._taken.__getitem__)
                 if not self.stop:
                     when_returned(module, self.plan.returned)
         self._position += 1
@@ -120,14 +118,14 @@ class CaptureRun:
 
     def _take(self, index: int, leaves: list[Any]) -> None:
         step = self.plan.steps[index]
-        if step.cached:
-            self.plan.wants_grad |= wants_grad(index, leaves)
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
             if j in step.cached:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
                     self._deviate(f"{step.name!r} returned another shape")
                     return
                 self._taken[index, j] = leaf
+                if leaf.requires_grad:
+                    self.plan.wants_grad.add((index, j))
             elif isinstance(known, int | float | str | bool) and leaf != known:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
@@ -144,13 +142,6 @@ class CaptureRun:
         self.plan = here
         for index, leaves in enumerate(outputs):
             self._take(index, leaves)
-
-    def _finish(self) -> dict[str, Tensor]:
-        if self._learnt is not None:
-            self._learn(self._learnt)
-        # Copies of the values as they stand when the boundary returns: in-place steps of the prefix
-        # count; what the active part writes, perhaps through NumPy or `.data`, does not.
-        return {} if self.deviation else self.plan.rows(self._taken.__getitem__)
 
     def _deviate(self, how: str) -> None:
         self.deviation = self.deviation or how
@@ -187,7 +178,7 @@ class ReplayRun:
         self._thread = get_ident()
         """That is served; another one may run the model at the same time (an evaluation)."""
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
-        self.own: list[Placeholder] = []
+        self.own: list[Any] = []
         """All that it has made."""
 
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
@@ -229,7 +220,7 @@ class ReplayRun:
             is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
             given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
             cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-            gives = marks_of(leaves) if self.looks else leaves  # who keeps them?
+            gives = list(map(mark_of, leaves)) if self.looks else leaves  # who keeps them?
             scene.left_out.append((original, given, gives, (torch.is_grad_enabled(), cast)))
             if step.cached or step.constants or self.plan.same:
                 stand_ins, leaves = leaves, self._with_values(index, leaves)
@@ -267,12 +258,6 @@ class ReplayRun:
         self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key]], (False, ())))
         return self._inputs[key]
 
-    def prepare(self) -> None:
-        """Make what stands for outputs before the first run, which may see some of it kept."""
-        for index, step in enumerate(self.plan.steps):
-            if not step.run:
-                self._stand_ins(index)
-
     def _stand_ins(self, index: int) -> list[Any]:
         """Return what stands for the leaves of a step's output where nothing was stored."""
         step, leaves = self.plan.steps[index], list[Any]()
@@ -287,7 +272,7 @@ class ReplayRun:
                 leaves.append(leaf)
         if not self.looks:  # a dry run looks who keeps them
             self._leaves[index] = leaves
-            self.own += placeholders(leaves)
+            self.own += filter(mark_of, leaves)
         return leaves
 
     def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
@@ -406,7 +391,8 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-        run.prepare()
+        for index in (i for i, step in enumerate(source.steps) if not step.run):
+            run._stand_ins(index)  # the first run may see some of them kept
     values, source.escaped = dict[Slot, Tensor](), None
     for name, slot, spec, as_stored in run.entries:
         rows = stored[name].clone() if source.copies else stored[name]
@@ -429,6 +415,8 @@ def replay(
             capture = CaptureRun(plan, call.batch.lengths, size)
             with intercept(capture.plan.modules, capture):
                 output = forward(*args, **kwargs)
+        if source.opaque_outputs and run.scene.why is None:
+            output = _hide(call, output, source.opaque_outputs)
         # Somebody may hold a placeholder that nobody held before.
         is_suspect = list(map(sys.getrefcount, run.own)) != held
         for made in run.scene.made:
@@ -449,14 +437,14 @@ def replay(
             source.escaped = run.scene.why
             source.replays.clear()  # its placeholders stay what they are now
     if run.scene.why is not None:
-        return tree_map_only(Placeholder, _followed, output), None
-    if source.opaque_outputs:
-        output = _hide(call, output, source.opaque_outputs)
+        return tree_map_only((Placeholder, Unavailable), _followed, output), None
     return output, capture.rows() if capture is not None else None
 
 
-def _followed(one: Placeholder) -> Tensor:
-    """Return the numbers of a placeholder, as autograd knows them."""
+def _followed(one: Any) -> Any:
+    """Return the object, or the numbers of a placeholder, as autograd knows them."""
+    if not isinstance(one, Placeholder):
+        return one._object("the model's output")
     return one.clone() if one.requires_grad else one.number_of()
 
 

@@ -55,7 +55,7 @@ class PrefixTrace(TorchDispatchMode):
         self._known: dict[Any, list[tuple[Named, range]]] = {}
         for named, tensor in known:
             if tensor.numel():
-                self._known.setdefault(_address(tensor), []).append((named, _bytes_of(tensor)))
+                self._known.setdefault(_address(tensor), []).append((named, bytes_of(tensor)))
         self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By id: what operators made of trained tensors alone, which keeps it, and of which."""
         self._step = -1
@@ -101,7 +101,7 @@ class PrefixTrace(TorchDispatchMode):
         """A tensor is read; note it, or what it was made of, if that is the model's."""
         for one in self._sources(tensor) or [tensor]:
             found = self._known.get(_address(one), ())
-            taken = _bytes_of(one) if len(found) > 1 else range(0)
+            taken = bytes_of(one) if len(found) > 1 else range(0)
             for named, lies in found:
                 if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
                     continue  # another one of the same storage: parameters that are made flat
@@ -140,7 +140,7 @@ class PrefixTrace(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             self.branches = True
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        may_draw = may_draw and not _has_generator(args, kwargs)
+        may_draw &= not any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
         before = _generators() if may_draw else []
         result = func(*args, **kwargs)
@@ -205,7 +205,7 @@ def _address(tensor: Tensor) -> Any:
         return id(tensor)
 
 
-def _bytes_of(tensor: Tensor) -> range:
+def bytes_of(tensor: Tensor) -> range:
     """Return where a tensor lies in its storage, from its first element to its last."""
     if not tensor.numel() or tensor.layout != torch.strided:
         return range(0)
@@ -216,7 +216,3 @@ def _bytes_of(tensor: Tensor) -> range:
 
 def _generators() -> list[Tensor]:
     return [torch.get_rng_state(), *random_states()]
-
-
-def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
