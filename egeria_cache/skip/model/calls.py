@@ -366,7 +366,7 @@ class AttachedForward(ForwardSlot):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is not None:
-            return _same, (self.before,)
+            return same, (self.before,)
         # While the copy is built its instance dict is empty: this finds its class's forward.
         return getattr, (self.module, self.name)
 
@@ -409,7 +409,8 @@ def _traced(tree: Any) -> Any:
     return plain
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """Return it: of what something is made again that is to be another thing in a copy."""
     return value
 
 

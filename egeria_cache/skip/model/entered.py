@@ -20,6 +20,7 @@ from torch import nn
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import BatchTensor
 from egeria_cache.errors import BoundaryError, EgeriaError
+from egeria_cache.skip.model.calls import same
 
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -114,11 +115,7 @@ class Scout:
                 self._found(part, "forward", args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _itself, (_nothing,)
-
-
-def _itself(value: Any) -> Any:
-    return value
+        return same, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:

@@ -318,7 +318,9 @@ class ShardedFront:
                 self._frozen = None
                 self._give_back()
             elif self._held and self._were_written(mode):
-                self._read_again()
+                for one in self._held:
+                    one.whole.copy_(_sharded(one).full_tensor())
+                self._see()
         if self._held:
             self._is_in = True
             for one in self._held:
@@ -343,7 +345,8 @@ class ShardedFront:
         found: list[tuple[Any, Any]] = []
         for state in states_in(self._model):
             for group in groups_of(state):
-                found += [(state, one) for one in group.fsdp_params if _is_of(one, own)]
+                ours = (p for p in group.fsdp_params if any(id(m) in own for m, _ in _places(p)))
+                found += [(state, one) for one in ours]
         frozen = [(s, one) for s, one in found if not one.sharded_param.requires_grad]
         self.why_not = self._disagreement([one for _, one in frozen]) or self.why_not
         if self.why_not is not None or not frozen:
@@ -438,11 +441,6 @@ class ShardedFront:
     def _see(self) -> None:
         self._seen, self._seen_values = self._state(), self._some()
 
-    def _read_again(self) -> None:
-        for one in self._held:
-            one.whole.copy_(_sharded(one).full_tensor())
-        self._see()
-
 
 def _sharded(one: _Held) -> Any:
     return one.parameter.sharded_param
@@ -452,10 +450,6 @@ def _places(parameter: Any) -> list[tuple[nn.Module, str]]:
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
-
-
-def _is_of(parameter: Any, modules: dict[int, nn.Module]) -> bool:
-    return any(id(module) in modules for module, _ in _places(parameter))
 
 
 def _whole(state: Any, parameter: Any) -> nn.Parameter:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 
 from egeria_cache.pystate import names_in, reached
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.prove.traced_batch import leaves_behind
+from egeria_cache.skip.serve.trace import tensors_in
 
 
 def frozen_cut_points(
@@ -26,8 +25,8 @@ def frozen_cut_points(
         given: What that was called with: a gradient that is asked of an input trains nothing.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    outputs = [_tensors(call.output) for call in recorder.calls]
-    made_here = {id(leaf) for leaves in (*outputs, _tensors(list(given))) for leaf in leaves}
+    outputs = [tensors_in(call.output) for call in recorder.calls]
+    made_here = {id(leaf) for leaves in (*outputs, tensors_in(list(given))) for leaf in leaves}
     frozen = []
     for i, call in enumerate(recorder.calls):
         if call.end < 0 or id(call.module) not in names or not outputs[i]:
@@ -46,10 +45,6 @@ def frozen_cut_points(
     modules = [call.module for call in recorder.calls]
     chosen = _worthwhile([i for i in frozen if names[id(modules[i])] in known], modules)
     return list(dict.fromkeys(names[id(modules[i])] for i in reversed(chosen or frozen)))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _worthwhile(chosen: list[int], modules: list[nn.Module]) -> list[int]:

@@ -120,10 +120,8 @@ class Prober:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
         for i, step in enumerate(self.plan.steps):
-            if not step.run and has_user_hooks(step.module):
-                for j, leaf in enumerate(step.leaves):
-                    if isinstance(leaf, TensorSpec):
-                        self._give(Source("step", step.name, i, j))
+            for j in range(len(step.leaves)) if has_user_hooks(step.module) else ():
+                self._give(Source("step", step.name, i, j))
         for _ in range(_MAX_PROBES):
             copied = self.traced.copies.fresh()
             run = _ProbeRun(self, copied)
@@ -166,13 +164,12 @@ class Prober:
             if not quietly_in(copied.context, scene.settle, Escape.at((), "what comes late")):
                 return True
         scene.finished = True
-        others = [
-            Source("step", plan.steps[index].name, index, j)
+        return not sum(
+            self._give(Source("step", "", index, j))
             for index, marks in run.marks.items()
             for j, mark in enumerate(marks)
             if not same_content(self.traced.leaf(index, j), scene.values.get(mark))
-        ]
-        return not sum(map(self._give, others))
+        )
 
     def inputs(self, run: ReplayRun, copied: ModelCopy) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with placeholders where a hit has no data."""
@@ -251,10 +248,14 @@ class _ProbeRun(ReplayRun):
         self.marks[index] = list(map(mark_of, leaves))
         return leaves
 
-    def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self.plan.steps[index]
+        if step.run:
+            given = placeholders((args, kwargs))
+            if given and has_user_hooks_inside(step.module):  # somebody reads what goes on inside
+                raise Escape.at((source for p in given for source in p.sources), step.name)
+            return
         for position, leaf in enumerate(tree_leaves((args, kwargs))):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
-                self.given.append((index, position))
             if isinstance(leaf, Placeholder):
                 for key, tensor in self.scene.trainable.items():  # as they were met
                     if Source("trainable", "", key) in leaf.sources:
@@ -264,14 +265,10 @@ class _ProbeRun(ReplayRun):
                         self.plan.entered.add(source.index)
                     elif source.kind == "argument":
                         self._prober.pin(source.index)
-            elif isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._refuse_trained(leaf)
-
-    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.plan.steps[index]
-        given = placeholders((args, kwargs))
-        if given and has_user_hooks_inside(step.module):  # somebody reads what goes on inside
-            raise Escape.at((source for p in given for source in p.sources), step.name)
+            elif isinstance(leaf, Tensor):
+                self.given.append((index, position))
+                if leaf.requires_grad:
+                    self._refuse_trained(leaf)
 
     def _refuse_trained(self, tensor: Tensor) -> None:
         parameter = self._prober.traced.trained_by(tensor)

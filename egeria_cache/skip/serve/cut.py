@@ -106,9 +106,8 @@ class TensorSpec:
         """Compare the same tensor at two batch sizes; None if the shape depends on the data."""
         is_own = type(a).__torch_dispatch__ is Tensor.__torch_dispatch__
         kind = type(a) if is_own and not isinstance(a, nn.Parameter) else Tensor
-        if (kind is not Tensor and vars(a)) or a.is_nested or a.is_quantized:
-            return None
-        if a.dtype != b.dtype or a.dim() != b.dim() or a.layout != torch.strided:
+        is_odd = a.is_nested or a.is_quantized or (kind is not Tensor and vars(a))
+        if is_odd or a.dtype != b.dtype or a.dim() != b.dim() or a.layout != torch.strided:
             return None
         differing = [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m]
         shape, batch_dim = list(a.shape), None

@@ -285,21 +285,15 @@ def _look(
     seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
     with Attempt():
-        _look_at(seen, axis, lengths, found, grad)
-
-
-def _look_at(
-    seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
-) -> None:
-    size = grad.detach().movedim(axis.dim, 1).abs()[..., None].flatten(2)
-    largest = size.max()
-    if not largest.isfinite():
-        return  # a scaled loss that overflowed
-    seen.came_back = True
-    places = (size > NEGLIGIBLE * largest).sum(2).cpu()
-    padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
-    if places[padding].any():
-        found()
-    elif padding.any():
-        shown = float(places[padding.any(1)].sum()) / size.shape[1]
-        seen.shown = min(seen.shown, shown)
+        size = grad.detach().movedim(axis.dim, 1).abs()[..., None].flatten(2)
+        largest = size.max()
+        if not largest.isfinite():
+            return  # a scaled loss that overflowed
+        seen.came_back = True
+        places = (size > NEGLIGIBLE * largest).sum(2).cpu()
+        padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
+        if places[padding].any():
+            found()
+        elif padding.any():
+            shown = float(places[padding.any(1)].sum()) / size.shape[1]
+            seen.shown = min(seen.shown, shown)

@@ -162,7 +162,7 @@ class ReplayRun:
     """
 
     looks = False
-    """Whether it looks at what skipped modules are called with."""
+    """Whether it looks at what modules are called with."""
 
     def __init__(self, plan: ReplayPlan, batch_size: int, scene: Scene | None = None) -> None:
         self.plan = plan
@@ -206,16 +206,15 @@ class ReplayRun:
             if not self.scene.settle(another):
                 raise another
             return original(*args, **kwargs)
+        if self.looks:
+            self.looking(index, args, kwargs)
         if step.run:
-            self.running(index, args, kwargs)
             self._inside = True
             try:
                 output = original(*args, **kwargs)
             finally:
                 self._inside = False
         else:
-            if self.looks:
-                self.skipping(index, args, kwargs)
             leaves, scene = self._leaves.get(index) or self._stand_ins(index), self.scene
             is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
             given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
@@ -234,11 +233,8 @@ class ReplayRun:
                 when_returned(module, self.plan.returned)
         return output
 
-    def running(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at what a module that is not skipped is called with; a dry run does."""
-
-    def skipping(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at what a skipped module is called with; a dry run does."""
+    def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at what a module is called with; a dry run does."""
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         """Return what the model is given for one of its inputs: a placeholder if that will do."""

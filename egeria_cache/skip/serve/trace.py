@@ -130,7 +130,7 @@ class PrefixTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = _tensors((args, kwargs := kwargs or {}))
+        given = tensors_in((args, kwargs := kwargs or {}))
         sources = list(map(self._sources, given))
         for tensor in given:
             self._note(tensor, is_followed=self._is_followed(func, tensor))
@@ -147,7 +147,7 @@ class PrefixTrace(TorchDispatchMode):
         if may_draw and not all(map(torch.equal, before, _generators())):
             self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         if sources and all(sources):
-            self._made |= {id(one): (one, [*chain(*sources)]) for one in _tensors(result)}
+            self._made |= {id(one): (one, [*chain(*sources)]) for one in tensors_in(result)}
         return result
 
 
@@ -181,20 +181,17 @@ def known_tensors(model: nn.Module) -> list[Named]:
                     found.setdefault(id(tensor), (dot + key, module, tensor))
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _tensors_held(value):
-                    found.setdefault(id(tensor), (dot + key, module, tensor))
+                for leaf in tree_leaves(value):
+                    # A module in a list, say, is no child.
+                    inside = isinstance(leaf, nn.Module)
+                    for one in (*leaf.parameters(), *leaf.buffers()) if inside else (leaf,):
+                        if isinstance(one, Tensor):
+                            found.setdefault(id(one), (dot + key, module, one))
     return list(found.values())
 
 
-def _tensors_held(value: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, nn.Module):  # in a list, say, where it is no child
-            yield from (*leaf.parameters(), *leaf.buffers())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
