@@ -147,7 +147,7 @@ def _waits(found: list[dis.Instruction]) -> bool:
     if first.opcode not in dis.hasname or not first.opname.startswith("LOAD_"):
         return False
     height = 0
-    for one in others[:-1]:
+    for one in others:
         is_push = one.opname.startswith("LOAD_") and one.opcode not in dis.hasname
         is_push |= one.opname in ("LOAD_GLOBAL", "PUSH_NULL")
         if _is_jump(one) or one.opname in ("SWAP", "COPY") or one.opname.startswith("ROT_"):
