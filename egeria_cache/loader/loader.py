@@ -245,9 +245,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         goes_on = self._begin(self._enter)
         if isinstance(self.dataset, IterableDataset):
             return self._iterate(goes_on=goes_on)
-        begun = Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
-        self._passes.add(begun)
-        return begun
+        return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: see `ResumableLoader`."""

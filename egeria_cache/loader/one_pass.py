@@ -52,6 +52,7 @@ class Pass:
         self._gathers = False
         """Whether what is stored may wait to be written with more."""
         self._loader = loader
+        loader._passes.add(self)
         # Not the loader's: one that is given back has none.
         self._source: LoaderSource = loader.source
         self._progress = progress

@@ -283,7 +283,10 @@ class SkipEngine:
         if torch._C._functorch.peek_interpreter_stack() is not None or (
             has_modes and threads.has_other_operations()
         ):
-            return self._transformed(args, kwargs)
+            if self.boundary is not None:
+                self.host.called()
+                self._unserved.note(_TRANSFORMED)
+            return self.computed(*args, **kwargs)
         if (self._declared[0] is not None or self._auto is not None) and (
             threading.get_ident() == self.trained_by or self._is_of_the_loop(args, kwargs)
         ):
@@ -406,13 +409,6 @@ class SkipEngine:
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
             self._is_told = tell_modes(self._whole, self._held)
         return call.hand_back(result) if call.lent else result
-
-    def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a call whose operations are others: within `torch.func`, under a mode."""
-        if self.boundary is not None:
-            self.host.called()
-            self._unserved.note(_TRANSFORMED)
-        return self.computed(*args, **kwargs)
 
     def _uncached(self, call: Invocation) -> Any:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""

@@ -60,10 +60,10 @@ def test_a_rule_is_certain_only_where_it_is_right(stride, offset, multiple, seen
     for length in asked:
         certain = rule.at((7, length))
         assert certain is None or certain == size(length)
-        assert rule.least((7, length)) <= size(length) <= rule.most((7, length))
-        before = rule.most((7, length)) - rule.least((7, length))
+        least, most = rule.within((7, length))
+        assert least <= size(length) <= most
         assert rule.add((7, length), size(length))
-        assert before >= rule.most((7, length)) - rule.least((7, length)) == 0
+        assert rule.within((7, length)) == (size(length), size(length))
 
 
 def test_a_rule_that_may_follow_either_of_two_lengths_waits_until_they_differ():

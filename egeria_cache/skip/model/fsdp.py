@@ -127,10 +127,10 @@ class Cast:
 
     def __call__(self, module: nn.Module, args: Any, given: Any) -> Any:
         """Stand before a forward, `given` named arguments, or behind it, `given` its output."""
-        given = (args, given) if self.is_input else given
-        return tree_map_only(
-            Tensor, lambda one: one.to(self.dtype) if one.is_floating_point() else one, given
-        )
+        return tree_map_only(Tensor, self._cast, (args, given) if self.is_input else given)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def register(self, module: nn.Module) -> None:
         """Stand there."""
@@ -277,9 +277,8 @@ class ShardedFront:
         elif frozen != self._frozen:
             self._is_asked, self.why_not = True, None
             if not self._handles:
-                before = self._model.register_forward_pre_hook(
-                    self._before, prepend=True, with_kwargs=True
-                )
+                add = self._model.register_forward_pre_hook
+                before = add(self._before, prepend=True, with_kwargs=True)
                 after = self._model.register_forward_hook(self._after, always_call=True)
                 self._handles = [before, after]
         self._frozen = frozen
@@ -379,8 +378,7 @@ class ShardedFront:
             total.update(names.get(id(one.sharded_param), "?").encode() + b";")
         print_ = total.intdigest() >> 2
         state = next(iter(states_in(self._model)))
-        flags = [print_, -print_, self.why_not is not None]
-        ours = torch.tensor(flags, device=state._device)
+        ours = torch.tensor([print_, -print_, self.why_not is not None], device=state._device)
         dist.all_reduce(ours, dist.ReduceOp.MAX)
         high, low, failed = ours.tolist()
         if failed:

@@ -283,7 +283,7 @@ def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -
     seen: set[Any] = set()
     for row, own in zip(rows, lengths.own.tolist(), strict=True):
         for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):
-            size = rule.most(tuple(own))
+            size = rule.within(tuple(own))[1]
             rest = row.shape[dim] - size
             row = row.narrow(dim, 0 if left else min(size, row.shape[dim]), max(rest, 0))
         if row.numel():

@@ -60,7 +60,7 @@ class OutputAxis:
 
     def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
         """Return where samples are padded: bool, shape (B, size)."""
-        sizes = [self.rule.most(tuple(own)) for own in lengths.own.tolist()]
+        sizes = [self.rule.within(tuple(own))[1] for own in lengths.own.tolist()]
         own = np.clip(np.array(sizes), 0, size)[:, None]
         at = np.arange(size)[None]
         return np.asarray(at < size - own if self.left else at >= own)

@@ -70,17 +70,11 @@ class Rule:
         found = self._range(lengths)
         return found[0] if found is not None and found[0] == found[1] else None
 
-    def most(self, lengths: Whole) -> int:
-        """Return the largest size that is possible for these lengths."""
+    def within(self, lengths: Whole) -> tuple[int, int]:
+        """Return the smallest and the largest size that is possible for these lengths."""
         found = self._range(lengths)
         assert found is not None
-        return found[1]
-
-    def least(self, lengths: Whole) -> int:
-        """Return the smallest size that is possible for these lengths."""
-        found = self._range(lengths)
-        assert found is not None
-        return found[0]
+        return found
 
     def axis_among(self, preferred: Collection[int]) -> int:
         """Return an axis that it may follow, one of these if it can."""
@@ -128,7 +122,10 @@ class RowGrowth:
         """Return rows, shape (B, ...), without what was computed for padding."""
         wide = [rows.shape[dim + 1] for dim, _ in self.dims]
         sizes = [
-            [min(rule.most(tuple(own)), most) for rule, most in zip(self.rules, wide, strict=True)]
+            [
+                min(rule.within(tuple(own))[1], most)
+                for rule, most in zip(self.rules, wide, strict=True)
+            ]
             for own in lengths.own.tolist()
         ]
         return PaddedRows(rows, self.dims, np.array(sizes, np.int64))
@@ -147,8 +144,8 @@ class RowGrowth:
 
     def surely(self, lengths: Lengths) -> np.ndarray:
         """Return how large samples are at least: int64, shape (B, number of `dims`)."""
-        own = lengths.own.tolist()
-        return np.array([[rule.least(tuple(one)) for rule in self.rules] for one in own], np.int64)
+        own = map(tuple, lengths.own.tolist())
+        return np.array([[rule.within(one)[0] for rule in self.rules] for one in own], np.int64)
 
     def sizes(self, whole: Whole) -> list[int]:
         """Return how large rows are along `dims` in a batch of these lengths.
