@@ -423,9 +423,9 @@ def iterator_copy(value: Any, of: Callable[[Any], Any] = lambda part: part) -> A
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make, args, *state = value.__reduce__()
-        new = make(*map(of, args))
-        if state:
-            new.__setstate__(of(state[0]))
+            new = make(*map(of, args))
+            if state:
+                new.__setstate__(of(state[0]))
     except (TypeError, AttributeError):  # those of the newest Pythons cannot be
         return value
     return new
