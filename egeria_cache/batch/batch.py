@@ -277,11 +277,8 @@ def _load_part(
     mask = np.zeros(size, bool)
     mask[wanted] = True
     at = (np.cumsum(mask) - 1)[wanted]
-    num_loaded = int(mask.sum())
-    return {
-        path: at_rows(values, at) if is_rows(values, num_loaded) else values
-        for path, values in load_rows(mask).items()
-    }
+    loaded, num = load_rows(mask).items(), int(mask.sum())
+    return {path: at_rows(rows, at) if is_rows(rows, num) else rows for path, rows in loaded}
 
 
 SMALL_BYTES = 1 << 20
@@ -386,11 +383,8 @@ def overlap(one: Any, other: Any) -> bool:
 
 
 def _is_values(node: Any, batch_size: int) -> bool:
-    return (
-        type(node) in (list, tuple)
-        and len(node) == batch_size
-        and all(isinstance(value, _SCALARS) for value in node)
-    )
+    has_size = type(node) in (list, tuple) and len(node) == batch_size
+    return has_size and all(isinstance(value, _SCALARS) for value in node)
 
 
 def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Leaf]]:
@@ -457,9 +451,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
     if isinstance(node, tuple):
         names = [f".{name}" for name in getattr(node, "_fields", ())]
         names = names if len(names) == len(node) else [f"[{i}]" for i in range(len(node))]
-        items = [
-            _walk(value, path + name, walk, around) for name, value in zip(names, node, strict=True)
-        ]
+        items = [_walk(v, path + name, walk, around) for name, v in zip(names, node, strict=True)]
         inside = _attributes(node, path, walk, around)
         return lambda values: _with(
             tuple.__new__(kind, [item(values) for item in items]), inside, values
@@ -473,10 +465,8 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
 
 def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
     """Return how to build each attribute; what holds no tensor is the same in every batch."""
-    return {
-        name: _walk(value, f"{path}.{name}", walk, around)
-        for name, value in own_attributes(node).items()
-    }
+    own = own_attributes(node).items()
+    return {name: _walk(value, f"{path}.{name}", walk, around) for name, value in own}
 
 
 def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:

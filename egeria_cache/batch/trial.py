@@ -195,11 +195,9 @@ class _Trial:
                 if size == self._sizes[-1] and not self._can_be_described(whole, size):
                     return None
         ops = (replace(self._op, fold=fold or PLAIN, opens=fold is None) for fold in folds)
-        if self._kind is None:
-            return tuple(ops), None
-        return tuple(
-            replace(op, item=i, key=f"{op.key}[{i}]") for i, op in enumerate(ops)
-        ), self._kind
+        if self._kind is not None:
+            ops = (replace(op, item=i, key=f"{op.key}[{i}]") for i, op in enumerate(ops))
+        return tuple(ops), self._kind
 
     def _run(self, rows: Sequence[int], scale: float) -> list[Tensor] | None:
         given = self._given(rows, scale)
@@ -246,8 +244,8 @@ class _Trial:
         metas = {name: _strided(raw, size, there) for name, raw in self._raws.items()}
         given = [derived(leaf.name, leaf.chain, metas, there) for leaf in self._leaves]
         result = self._op.call(given)
-        one = [given[0]] if self._op.writes else [result]
-        described = one if self._kind is None else list(result)
+        is_one = self._op.writes or self._kind is None
+        described = [given[0] if self._op.writes else result] if is_one else list(result)
         return [_geometry(t) for t in described] == [_geometry(t) for t in whole]
 
 

@@ -30,6 +30,7 @@ from egeria_cache.pystate.foreign import (
     is_library,
     is_put_back,
     is_settings,
+    is_standard,
     outside_state,
     own_attributes,
     own_dict,
@@ -46,7 +47,7 @@ __all__ = [
     "OfClass", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "array_print",
     "attributes_held", "attributes_of", "bases_of", "describe", "digest", "entries", "found_in",
     "has_settings", "in_class", "is_below", "is_beyond", "is_compiled", "is_installed_code",
-    "is_library", "is_put_back", "is_settings", "is_shared", "is_value", "led_to", "names_in",
-    "outside_state", "own_attributes", "own_dict", "own_slots", "plain_print", "reached",
-    "tensor_digest", "tensor_print",
+    "is_library", "is_put_back", "is_settings", "is_shared", "is_standard", "is_value", "led_to",
+    "names_in", "outside_state", "own_attributes", "own_dict", "own_slots", "plain_print",
+    "reached", "tensor_digest", "tensor_print",
 ]  # fmt: skip

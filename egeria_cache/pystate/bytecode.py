@@ -21,15 +21,8 @@ from egeria_cache.pystate.foreign import is_library
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _BY_TEXT = {
-    "globals",
-    "getattr",
-    "hasattr",
-    "setattr",
-    "vars",
-    "modules",
-    "import_module",
-    "__dict__",
-}
+    "globals", "getattr", "hasattr", "setattr", "vars", "modules", "import_module", "__dict__",
+}  # fmt: skip
 """With these, code finds by a text what it names."""
 _WHOLE = {"vars", "getattr", "hasattr", "asdict", "astuple", "deepcopy", "attrgetter"}
 """What is given to these is read under names that may be none of the code's."""

@@ -80,8 +80,8 @@ class Code:
     """Ids of the model's modules."""
     others: dict[int, nn.Module] = field(default_factory=dict)
     """By id, modules that are none of these, and that it may run; none that train."""
-    libraries: dict[int, types.ModuleType] = field(default_factory=dict)
-    """By id, those of PyTorch, say, in which it finds names."""
+    libraries: dict[int, types.ModuleType | type] = field(default_factory=dict)
+    """By id, those of PyTorch, say, in which it finds names, and the class of tensors."""
     whole: set[Any] = field(default_factory=set)
     """Ids of globals that it reads under names that cannot be told; None if it reads objects so."""
     until: Mapping[types.CodeType, int] = field(default_factory=dict)
@@ -148,13 +148,13 @@ class Code:
                 if _is_library(one.__name__):
                     self.libraries[id(one)] = one
                 else:
-                    self.note(vars(one), sorted(self.names), whole=None in self.whole)
+                    names = *sorted(self.names), "__getattr__"
+                    self.note(vars(one), names, whole=None in self.whole)
             elif not has_settings(one):
                 yield from ((found, owner) for found in _functions(one))
             else:
-                kind = _kind(one)
-                for name in self.in_class_of(one):
-                    yield from ((found, kind) for found in _functions(in_class(kind, name)))
+                parts = [in_class(kind := _kind(one), name) for name in self.in_class_of(one)]
+                self.found |= {(id(part), kind): part for part in parts}
 
     def note(self, scope: dict[str, Any], names: Iterable[str], *, whole: bool = False) -> None:
         """Note globals that it reads: under these names, or all data."""
@@ -201,6 +201,7 @@ def reached(
     pending = [entered for module in modules for entered in _entered(module, forwards)]
     given, before = list(functions), None
     code.found = {(id(one), None): one for one in given}
+    code.libraries = {id(one): one for one in (builtins, Tensor)}
     while before != (code.names, len(code.found), len(code.whole)):  # what is run depends on all
         before = code.names, len(code.found), len(code.whole)
         others = [(value, owner) for (_, owner), value in code.found.items()]
@@ -213,15 +214,15 @@ def reached(
             code.functions.setdefault(id(function), function)
             _note_named(function, owner, code)
         code.names = frozenset(n for f in code.functions.values() for n in code.names_in(f).all)
+        spaces = (vars(one) for one in code.libraries.values())
+        theirs = (own[name] for own in spaces for name in code.names & own.keys())
+        code.found |= {(id(f), None): f for f in theirs if isinstance(f, types.FunctionType)}
     code.globals = {place: s for place, s in code.globals.items() if place not in unread}
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
     held = (_kind(one) for other in given for one in found_in(other) if has_settings(one))
     kinds = (*map(type, modules), *(kind for kind in held if not is_installed(kind)))
-    code.named = [
-        (kind, name)
-        for kind in dict.fromkeys((*kinds, *filter(None, seen.values())))
-        for name in code.read_of(kind, code.names_of(kind))
-    ]
+    owners = dict.fromkeys((*kinds, *filter(None, seen.values())))
+    code.named = [(one, name) for one in owners for name in code.read_of(one, code.names_of(one))]
     code.found.clear()
     return code
 
@@ -240,7 +241,8 @@ def _note_named(function: types.FunctionType, owner: type | None, code: Code) ->
         code.whole.update(_wholes(function, owner, names))
     code.found |= {(id(value), owner): value for value in held.values()}
     code.note(scope, (*names.loaded, *names.imports))
-    absent = (name for name in names.loaded if not (name in scope or hasattr(builtins, name)))
+    texts = names.imports if "" in names.whole else ()
+    absent = (name for name in (*names.loaded, *texts) if name not in scope)
     code.globals |= {(id(scope), name): scope for name in absent}
     code.note(sys.modules, names.imports)
 
@@ -282,7 +284,9 @@ def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     yield value
     if isinstance(value, LEADS):
         value = [led_to(value)]
-    if isinstance(value, functools.partial):
+    elif isinstance(value, types.BuiltinMethodType):
+        value = [value.__self__]
+    elif isinstance(value, functools.partial):
         value = [value.func, *value.args, *value.keywords.values()]
     held = own_attributes(value) if has_settings(value) else value
     if isinstance(value, types.FunctionType):
@@ -354,6 +358,8 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
             return
         else:
             inner = getattr(value, "__wrapped__", None)
+            if isinstance(value, functools.singledispatchmethod):
+                inner = value.dispatcher
             value = inner if inner is not None else vars(type(value)).get("__call__")
 
 

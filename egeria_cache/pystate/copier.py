@@ -99,12 +99,8 @@ class Copier:
         self._storages: dict[Any, Any] = {}
         self._where: list[str] = []
         self._num_objects = self._num_bytes = self._depth = 0
-        self._fixed = {
-            p.untyped_storage()._cdata
-            for model in models
-            for p in model.parameters()
-            if type(p) is nn.Parameter and p.layout == torch.strided
-        }
+        weights = (p for one in models for p in one.parameters() if type(p) is nn.Parameter)
+        self._fixed = {p.untyped_storage()._cdata for p in weights if p.layout == torch.strided}
 
     def __call__(self, value: Any) -> Any:
         """Return a copy, or `value` itself if it is shared."""
@@ -195,6 +191,7 @@ class Copier:
                 with torch.enable_grad():
                     return value.clone()
             late = runs_late(value.device)
+            lies = value.shape, value.stride(), value.storage_offset()
             key = (storage._cdata, value.dtype) if late else storage._cdata
             copied: Any = self._storages.get(key)
             if copied is None:
@@ -204,12 +201,10 @@ class Copier:
                 copied = self._storages[key] = _whole(value) if late else storage.clone()
             with torch.no_grad():
                 if late:
-                    new: Tensor = copied.as_strided(
-                        value.shape, value.stride(), value.storage_offset()
-                    )
+                    new: Tensor = copied.as_strided(*lies)
                     return new.detach().conj() if value.is_conj() else new.detach()
                 new = torch.empty(0, dtype=value.dtype, device=value.device)
-                new.set_(copied, value.storage_offset(), value.shape, value.stride())
+                new.set_(copied, lies[2], *lies[:2])
                 return torch._conj(new) if value.is_conj() else new
 
     def _array(self, value: np.ndarray) -> Any:
@@ -444,11 +439,8 @@ def _is_ours(func: Any) -> bool:
 
 def is_shared(module: nn.Module) -> bool:
     """Whether a module is compiled: a copy would be compiled anew, or cannot be made."""
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or is_compiled(module)
-        or hasattr(type(module).forward, "_torchdynamo_orig_callable")
-    )
+    was_compiled = hasattr(type(module).forward, "_torchdynamo_orig_callable")
+    return was_compiled or isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
 
 
 _MUTABLE = (OrderedDict, dict, list, set, deque)

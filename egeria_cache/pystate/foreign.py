@@ -120,10 +120,8 @@ def entries(module: nn.Module) -> tuple[str, ...]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls go through torch.compile: then what is inside is not ours to patch."""
-    return (
-        module.__dict__.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-    )
+    compiled = module.__dict__.get("_compiled_call_impl")
+    return compiled is not None or type(module).__name__ == "OptimizedModule"
 
 
 def is_settings(value: Any) -> bool:

@@ -143,11 +143,8 @@ class OfClass(Named):
 
     def read(self, where: type) -> dict[str, Any]:
         """Return all but the interpreter's own; special methods are code like others."""
-        return {
-            name: part
-            for name, part in vars(where).items()
-            if not name.startswith("__") or isinstance(part, types.FunctionType)
-        }
+        own, function = vars(where).items(), types.FunctionType
+        return {n: part for n, part in own if n[:2] != "__" or isinstance(part, function)}
 
     def put(self, where: type, name: str, part: Any) -> None:
         """Set one, and call no metaclass."""

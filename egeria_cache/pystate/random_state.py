@@ -45,8 +45,7 @@ class RandomState:
     def equals(self, other: RandomState) -> bool:
         """Whether the same numbers would be drawn."""
         return (
-            torch.equal(self.cpu, other.cpu)
-            and all(torch.equal(a, b) for a, b in zip(self.device, other.device, strict=True))
+            all(map(torch.equal, (self.cpu, *self.device), (other.cpu, *other.device)))
             and self.python == other.python
             and self.numpy[2:] == other.numpy[2:]
             and np.array_equal(self.numpy[1], other.numpy[1])

@@ -53,14 +53,9 @@ def make_item(
     generator = torch.Generator().manual_seed(step)
     probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {})], 6, 6, 0)
     return InputItem(
-        step=step,
-        layer=0,
-        probe=probe,
-        judge=judge and not new,
-        refresh=True,
-        weights=copy_weights(modules),
-        modules=copy_modules(modules) if new else None,
-    )
+        step=step, layer=0, probe=probe, judge=judge and not new, refresh=True,
+        weights=copy_weights(modules), modules=copy_modules(modules) if new else None,
+    )  # fmt: skip
 
 
 def move(modules: list[nn.Module], step: int) -> None:

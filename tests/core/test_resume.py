@@ -40,12 +40,9 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.events: list[BoundaryMoved] = []
         options = {
-            "evaluate_every": 2,
-            "window": 3,
-            "tolerance": 2.0,
-            "evaluator": "inline",
+            "evaluate_every": 2, "window": 3, "tolerance": 2.0, "evaluator": "inline",
             "reference": "fp32",
-        } | options
+        } | options  # fmt: skip
         options.setdefault("bootstrap", Bootstrap(change=10.0, fall=None))
         self.controller = FreezeController(
             self.model,

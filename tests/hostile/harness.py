@@ -88,8 +88,6 @@ class NotFound(Finding):
     """A documented limit that the default audit did not find within an epoch."""
 
 
-AT_RUN_TIME = "nor through objects that are found at run time only"
-"""The documented limit of what guards follow; what lies beyond it is found by an audit."""
 SEVERITY = (ForeignError, SilentlyWrong, NotFound, WithoutAWord, NeedlesslyUncached, FalseAlarm)
 
 

@@ -65,11 +65,9 @@ def automatic(run, change=lambda model, epoch: None, model=None, epochs=6):
 
 
 SCHEDULES = {
-    "still": (2,) * 8,
-    "forward": (1, 1, 2, 2, 3, 3, 4, 4),
-    "to and fro": (1, 4, 1, 4, 2, 2, 2, 2),
+    "still": (2,) * 8, "forward": (1, 1, 2, 2, 3, 3, 4, 4), "to and fro": (1, 4, 1, 4, 2, 2, 2, 2),
     "nothing at first": (0, 0, 3, 3, 3, 3, 3, 3),
-}
+}  # fmt: skip
 
 
 @hostile(over={kind: [schedule] for kind, schedule in SCHEDULES.items()}, served=True)

@@ -49,11 +49,9 @@ def elsewhere(run):
 
 
 OUTCOMES = {
-    wrong: harness.SilentlyWrong,
-    raising: harness.ForeignError,
-    silent: harness.WithoutAWord,
+    wrong: harness.SilentlyWrong, raising: harness.ForeignError, silent: harness.WithoutAWord,
     late: harness.WithoutAWord,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("script", OUTCOMES)

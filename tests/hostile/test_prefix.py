@@ -30,11 +30,9 @@ def bitfit(model):
 
 
 THAWED = {
-    "early": thaw("early"),
-    "middle": thaw("middle"),
-    "every bias alone": bitfit,
+    "early": thaw("early"), "middle": thaw("middle"), "every bias alone": bitfit,
     "nothing, but more is frozen": lambda m: m.late.requires_grad_(False),
-}
+}  # fmt: skip
 
 
 @hostile(over=THAWED)

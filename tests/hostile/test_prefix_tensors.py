@@ -204,12 +204,9 @@ def flat(model):
 
 
 NORMS = {
-    "flat": flat,
-    "weight norm": weight_norm,
-    "frozen weight norm": frozen(weight_norm),
-    "pruned": pruned,
-    "parametrized": parametrized,
-}
+    "flat": flat, "weight norm": weight_norm, "frozen weight norm": frozen(weight_norm),
+    "pruned": pruned, "parametrized": parametrized,
+}  # fmt: skip
 
 
 @hostile(over=NORMS)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import threading
 import types
 import weakref
 from collections import defaultdict
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.hostile.harness import AT_RUN_TIME, cross_entropy, hostile
+from tests.hostile.harness import cross_entropy, hostile
 from tests.hostile.loops import changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
 from tests.hostile.places import (
@@ -247,6 +248,18 @@ class Classed(metaclass=Meta):
     pass
 
 
+class Elsewhere:
+    def __get__(self, instance, owner):
+        return TABLE["scale"]
+
+
+class Dispatching:
+    @functools.singledispatchmethod
+    def of(self, x):
+        return Scaling.k
+
+
+HARDTANH = F.hardtanh
 kept_object = shared(One(), set_scale)
 
 
@@ -295,6 +308,22 @@ NAMED = {
         lambda k: put_k(Scaling, k) or dispatching(), lambda at: at(1.0),
         lambda at, k: put_k(Scaling, k),
     ),
+    "what a method is dispatched to": (
+        lambda k: put_k(Scaling, k) or Dispatching(), lambda at: at.of(1.0),
+        lambda at, k: put_k(Scaling, k),
+    ),
+    "a descriptor": (
+        lambda k: type("Described", (), {"scale": Elsewhere()})(), scale,
+        lambda at, k: TABLE.update(scale=k),
+    ),
+    "a function of torch's": (
+        lambda k: None, lambda at: F.hardtanh(torch.tensor(5.0)),
+        lambda at, k: setattr(F, "hardtanh", HARDTANH if k == 1 else torch.relu),
+    ),
+    "a method made in C": (
+        lambda k: {"k": k}.get, lambda at: at("k"), lambda at, k: at.__self__.update(k=k),
+    ),
+    "an event": (lambda k: threading.Event(), lambda at: 1 + at.is_set(), lambda at, k: at.set()),
     "a default": (defaulting, lambda at: at(), lambda at, k: at.__kwdefaults__.update(kept=k)),
 }  # fmt: skip
 """What code of the front names, of any kind."""
@@ -463,29 +492,6 @@ def test_a_file_that_the_front_reads_by_its_path(run):
     path.write_text("1.0")
     front = lambda m, x: Net.front(m, x * float(path.read_text()))  # noqa: E731
     changed(run, lambda m: path.write_text("2.0"), net(front=front))
-
-
-class Elsewhere:
-    def __get__(self, instance, owner):
-        return TABLE["scale"]
-
-
-HARDTANH = F.hardtanh
-FOUND_LATE = {
-    "descriptor": (
-        lambda k: type("Described", (), {"scale": Elsewhere()})(), scale,
-        lambda at, k: TABLE.update(scale=k),
-    ),
-    "function of torch": (
-        lambda k: None, lambda at: F.hardtanh(torch.tensor(5.0)),
-        lambda at, k: setattr(F, "hardtanh", HARDTANH if k == 1 else torch.relu),
-    ),
-}  # fmt: skip
-
-
-@hostile(over=FOUND_LATE, cases=4, limit=AT_RUN_TIME)
-def test_what_is_found_at_run_time_only_is_found_by_the_audit(run, make, read, write):
-    written(run, make, read, write)
 
 
 @hostile

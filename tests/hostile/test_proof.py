@@ -77,11 +77,9 @@ def test_a_statistic_of_the_batch_is_seen(run, of, make, options):
 
 
 OTHERS = {
-    "first": lambda h: h[:1],
-    "last": lambda h: h[-1:],
-    "one before": lambda h: h.roll(1, 0),
+    "first": lambda h: h[:1], "last": lambda h: h[-1:], "one before": lambda h: h.roll(1, 0),
     "one after": lambda h: h.roll(-1, 0),
-}
+}  # fmt: skip
 
 
 @hostile(over=OTHERS)

@@ -218,12 +218,9 @@ class Training(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from((*FRONT, "head")), factor=st.sampled_from([0.5, 2.0]))
     def hook(self, name, factor):
-        self.hooks.append(
-            [
-                model.get_submodule(name).register_forward_hook(lambda m, a, out: out * factor)
-                for model in self.both
-            ]
-        )
+        hooked = (model.get_submodule(name) for model in self.both)
+        scaled = lambda m, a, out: out * factor  # noqa: E731
+        self.hooks.append([module.register_forward_hook(scaled) for module in hooked])
 
     @precondition(lambda self: self.hooks)
     @rule()
@@ -357,12 +354,9 @@ def _fail(module, args):
 
 def run(**options):
     chosen = settings(
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        **options,
-    )
+        deadline=None, database=None, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck), **options,
+    )  # fmt: skip
     run_state_machine_as_test(Training, settings=chosen)
 
 

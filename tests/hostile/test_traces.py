@@ -101,10 +101,9 @@ def averaging_in_a_closure():
 
 
 HEADS = {
-    "a tensor in a closure": averaging_in_a_closure,
-    "an average of weights": with_average,
+    "a tensor in a closure": averaging_in_a_closure, "an average of weights": with_average,
     "gradients": lambda: headed(penalising),
-}
+}  # fmt: skip
 
 
 @hostile(over=HEADS, cases=4, served=True)

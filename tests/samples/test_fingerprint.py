@@ -256,10 +256,8 @@ def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypat
 
 
 PARTS = {
-    "__code__": (lambda by=3: 2 * by).__code__,
-    "__defaults__": (3,),
-    "__kwdefaults__": {"by": 3},
-}
+    "__code__": (lambda by=3: 2 * by).__code__, "__defaults__": (3,), "__kwdefaults__": {"by": 3},
+}  # fmt: skip
 
 
 @pytest.mark.cases(3)

@@ -221,10 +221,10 @@ class StateWatch:
         self._looks = [look for _, look in layout.looks if has_global or look is not global_hooks]
         self._named = [look() for _, look in layout.named]
         places = layout.places.values()
-        self._places = [place for place, _ in places]
-        self._sizes = list(map(len, self._places))
-        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places if keys]
-        self._found = [place for place, keys in places if keys]
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places]
+        self._found = [place for place, _ in places]
+        self._passed = list(layout.passed.values())
+        self._sizes = list(map(len, self._passed))
         self._values = self._look()
         both = enumerate(zip_longest(self._values, loose))
         self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
@@ -265,7 +265,7 @@ class StateWatch:
                 and not any(map(contains, *self._absent))
                 and values == self._values
                 and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
-                and list(map(len, self._places)) == self._sizes
+                and list(map(len, self._passed)) == self._sizes
                 and list(map(type, self._classed)) == self._kinds
             ):
                 return None

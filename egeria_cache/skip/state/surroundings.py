@@ -85,21 +85,16 @@ class Surroundings:
             own = module.__dict__
             held = watched_attributes(module).values()
             code += [type(module), *held]
-            code += [
-                inspect.unwrap(own[name], stop=_is_users) for name in entries(module) if name in own
-            ]
+            there = (own[name] for name in entries(module) if name in own)
+            code += [inspect.unwrap(one, stop=_is_users) for one in there]
             for name in _HOOKS:
                 self._of_modules += own.get(name, {}).values()
             found = (one for value in held for one in found_in(value))
             self._of_modules += (m for m in found if isinstance(m, nn.Module) or is_put_back(m))
         seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
         self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
-        self._functions = [
-            one
-            for one in seen.objects
-            if isinstance(one, FunctionType)
-            and (_has_state(one) or not is_installed_code(one.__code__))
-        ]
+        found = (one for one in seen.objects if isinstance(one, FunctionType))
+        self._functions = [f for f in found if _has_state(f) or not is_installed_code(f.__code__)]
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""

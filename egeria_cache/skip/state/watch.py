@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product
 from operator import attrgetter
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from egeria_cache.pystate import (
     has_settings,
     in_class,
     is_beyond,
+    is_standard,
     is_value,
     led_to,
     outside_state,
@@ -53,6 +54,8 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 _BACKENDS = attrgetter("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "mkldnn.enabled")
 _ASKED = torch.are_deterministic_algorithms_enabled, torch.get_num_threads
 """Settings of PyTorch that code may ask for; a call has the precision in its signature."""
+_LOOKED_INTO = nn.Module, Optimizer, LRScheduler, BuiltinMethodType
+"""What code names that is no value, and none of the user's own, and is looked into."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 
@@ -87,7 +90,9 @@ class Layout:
         """The same for names that are looked up in several places, which takes longer."""
         self.tensors: list[tuple[str, Tensor]] = []
         self.places: dict[int, tuple[Any, list[str]]] = {}
-        """By id: where names are looked up, and those that stand there now."""
+        """By id: where names stand, and which."""
+        self.passed: dict[int, Any] = {}
+        """By id: where some of these are looked up before, and do not stand."""
         self.absent: list[tuple[Any, str]] = []
         """Where a name would be found that stands nowhere."""
         self._spaces: dict[type, Any] = {}
@@ -111,6 +116,8 @@ class Layout:
         """Lay out all of a skipped module."""
         self.lay_out(name, module)
         self.live += ((name, vars(module)[slot]) for slot in _SLOTS)
+        for key, tensor in _own_tensors(module):
+            self._look_at_read(f"{name}.{key}", tensor, vars(tensor))
         self.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in HOOKS)
         for key, value in watched_attributes(module).items():
             self.look_into(f"{name}.{key}", value)
@@ -148,11 +155,12 @@ class Layout:
         if not code.names.isdisjoint(("backends", "cudnn", "mkldnn")):
             self.looks.append(("torch.backends", partial(_BACKENDS, torch.backends)))
         for (_, key), scope in code.globals.items():
-            self.looks.append((f"the global {key!r}", partial(scope.get, key)))
+            self.look_up(f"the global {key!r}", key, [scope])
             self.look_at_named(f"the global {key!r}", scope.get(key))
         for module in code.libraries.values():
-            for key in sorted(code.names & vars(module).keys()):
-                self.look_up(f"{module.__name__}.{key}", key, [vars(module)])
+            space = vars(module)
+            for key in sorted(code.names & space.keys()):
+                self.look_up(f"{module.__name__}.{key}", key, [space])
         for kind, key in code.named:
             self._look_in_class(kind, key)
         for cell in code.cells:
@@ -170,7 +178,7 @@ class Layout:
         of them.
         """
         if not has_settings(value):
-            if is_value(value) or isinstance(value, nn.Module | Optimizer | LRScheduler):
+            if is_value(value) or isinstance(value, _LOOKED_INTO) or is_standard(type(value)):
                 self.look_into(where, value)
             return
         if id(value) in self._apart:
@@ -205,6 +213,10 @@ class Layout:
                 self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
                 self.look_into(f"{where}.{key}", part, depth)
 
+    def _look_at_read(self, where: str, value: Any, own: Mapping[str, Any]) -> None:
+        """Lay out what the code names of a module's, or a tensor's, own attributes."""
+        self._look_at(where, value, {key: own[key] for key in own if key in self._code.names})
+
     def look_into(self, where: str, value: Any, depth: int = _MAX_DEPTH) -> None:
         """Lay out what a value holds, if it can change in place."""
         if _is_plain(value) or id(value) in self._seen or depth == 0 or self._num > _MAX_VALUES:
@@ -212,6 +224,7 @@ class Layout:
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.tensors.append((where, value))
+            self._look_at_read(where, value, vars(value))
         elif isinstance(value, np.ndarray):
             self.looks.append((where, _array_look(value)))
         elif isinstance(value, LEADS):
@@ -228,12 +241,13 @@ class Layout:
             keys = list(value) if isinstance(value, TABLES) else ()
             for item in [*keys, *values_of(value)]:
                 self.look_into(where, item, depth - 1)
-        elif isinstance(value, MethodType | partial):
+        elif isinstance(value, MethodType | BuiltinMethodType | partial):
             for part in gc.get_referents(value):
                 self.look_into(where, part, depth)
         elif isinstance(value, _lru_cache_wrapper):
-            for part in gc.get_referents(value):
-                if isinstance(part, Tensor | np.ndarray):
+            kept = gc.get_referents(value)
+            for part in chain(kept, *(one.values() for one in kept if isinstance(one, dict))):
+                if isinstance(part, Tensor | np.ndarray) or has_settings(part):
                     self.look_into(where, part)
         elif isinstance(value, nn.Module):
             self._look_around(where, value)
@@ -248,10 +262,8 @@ class Layout:
             return
         for part in module.modules():
             if id(part) not in self._code.inside:  # of the model others see to that
-                named = chain(part._parameters.items(), part._buffers.items())
-                self.tensors += [(f"{where}.{key}", t) for key, t in named if t is not None]
-        own = watched_attributes(module)
-        self._look_at(where, module, {key: own[key] for key in own if key in self._code.names})
+                self.tensors += [(f"{where}.{key}", one) for key, one in _own_tensors(part)]
+        self._look_at_read(where, module, watched_attributes(module))
 
     def _look_into_object(self, where: str, value: Any, depth: int) -> None:
         if has_settings(value):
@@ -277,10 +289,10 @@ class Layout:
     def look_up(self, where: str, key: str, places: Sequence[Any]) -> None:
         """Lay out what a name stands for, in the first place that has it."""
         self.named.append((where, partial(_first, places, key)))
-        for place in places:
-            _, keys = self.places.setdefault(id(place), (place, []))
+        for i, place in enumerate(places):
             if key in place:
-                keys.append(key)
+                self.places.setdefault(id(place), (place, []))[1].append(key)
+                self.passed |= {id(one): one for one in places[:i]}
                 return
         self.absent += ((place, key) for place in places)
 
@@ -292,6 +304,11 @@ class Layout:
             self.live.append((where, own))
         else:
             self.looks += ((f"{where}.{key}", partial(own.get, key)) for key in read)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    both = chain(module._parameters.items(), module._buffers.items())
+    return [(key, tensor) for key, tensor in both if tensor is not None]
 
 
 def _kind_of_child(own: Mapping[str, Any], key: str) -> Any:
@@ -327,13 +344,11 @@ def is_alike(now: Any, then: Any) -> bool:
         return True
     if isinstance(now, _THEMSELVES):
         return bool(now == then) or (isinstance(now, FunctionType) and _is_made_again(now, then))
+    if isinstance(now, partial):
+        now, then = ((one.func, *one.args, one.keywords) for one in (now, then))
     if isinstance(now, tuple):
         both = zip(now, then, strict=False)
         return len(now) == len(then) and all(a is b or is_alike(a, b) for a, b in both)
-    if isinstance(now, partial):
-        pairs = (now.func, then.func), *zip(now.args, then.args, strict=False)
-        same = len(now.args) == len(then.args) and now.keywords == then.keywords
-        return same and all(a is b or is_alike(a, b) for a, b in pairs)
     if isinstance(now, Tensor):
         joins_training = now.requires_grad and not then.requires_grad
         return not joins_training and now.shape == then.shape and digest(now) == digest(then)
