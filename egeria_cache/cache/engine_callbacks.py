@@ -20,6 +20,7 @@ from egeria_cache.gate import AuditPlan
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import (
     DEFAULT_REUSE,
+    RESTLESS,
     BatchContext,
     LoaderSource,
     row_prints,
@@ -136,7 +137,7 @@ class EngineCallbacks:
 
     def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
-        if context.source.is_steady:
+        if context.source.loads_hits:
             return {PRINT: Tensor}
         return {
             path: kind
@@ -158,7 +159,10 @@ class EngineCallbacks:
             )  # fmt: skip
 
     def draws_count(self, source: LoaderSource) -> None:
-        """A random draw has changed what the front reads: what is stored is not served for it."""
+        """What the front reads is another: by a random draw, or the data have changed."""
+        if source.is_restless:
+            self.leave_uncached(source.key, RESTLESS, unlink=True)
+            return
         source.unsettle()
         self._views.void(lambda view: view.loader_name == source.key, unlink=False)
         self.open_again(source.key)
@@ -189,7 +193,8 @@ class EngineCallbacks:
         reason = reason or source.why_not_cacheable(batch)
         if reason is None:
             self._look_at_draws(batch, cut)
-        reason = reason or source.why_not_served or source.fingerprint.why_not
+        reason = reason or source.why_not_served or source.why_not_compared(batch, cut.read)
+        reason = reason or (None if source.is_restless else source.fingerprint.why_not)
         if reason is not None:
             return reason
         return self._store.open_generation(
@@ -352,6 +357,7 @@ class EngineCallbacks:
         source, ids = batch.context.source, _chosen(batch.ids, rows)
         what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
         if what is not None:
+            source.forget()
             self.data_changed(source.key, what, unlink=True)
         if batch.context.is_outdated:
             return True

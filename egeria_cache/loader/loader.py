@@ -30,6 +30,7 @@ from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.samples import (
     DEFAULT_REUSE,
+    RESTLESS,
     CollateLoaded,
     Draws,
     Loaded,
@@ -300,9 +301,14 @@ class EgeriaLoader(ResumableLoader[T_co]):
     def _note_change(self, what: str, *, unlink: bool = True, give_up: str = "") -> None:
         """Void what was stored; in mid-pass, what changes is loaded differently at once."""
         assert self.cache is not None
+        self.source.forget()  # it may pad otherwise
         self._num_changes += 1
         if self._num_changes > MAX_CHANGES:
-            give_up = give_up or "its data set changes again and again"
+            self.source.is_restless = True
+            log.info(
+                "loader %r: %s (%s): its samples are loaded in every epoch, and what is stored is "
+                "served where the frozen front would read the same", self.name, RESTLESS, what,
+            )  # fmt: skip
         self.cache.api.data_changed(self.source.key, what, unlink=unlink, give_up=give_up)
 
     @property

@@ -92,11 +92,8 @@ class Company:
             known = self._gauges.get(axis)
             if known is None and len({lengths[i] for lengths in own.values()}) < 2:
                 continue  # too many things would have told this
-            right = [
-                gauge
-                for gauge in (told if known is None else known)
-                if all(told[gauge][row] == lengths[i] for row, lengths in own.items())
-            ]
+            asked = told if known is None else known
+            right = [g for g in asked if all(told[g][row] == each[i] for row, each in own.items())]
             self._gauges[axis] = [g for g in right if not isinstance(g[0], str)] or right
             if known and not right:
                 return axis.leaf

@@ -29,10 +29,8 @@ def same_values(left: Any, right: Any) -> bool:
 
 def row_prints(leaves: Sequence[Tensor]) -> Tensor:
     """Return a print of each row of some dense tensors on the host: int64, shape (B, 1)."""
-    rows = [
-        unwrap(leaf).detach().contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy()
-        for leaf in leaves
-    ]
+    flat = (unwrap(leaf).detach().contiguous().reshape(len(leaf), -1) for leaf in leaves)
+    rows = [one.view(torch.uint8).numpy() for one in flat]
     prints = np.zeros((len(rows[0]), 1), np.uint64)
     for row in range(len(prints)):
         for leaf in rows:

@@ -301,11 +301,8 @@ class Fingerprint:
                 digest.update(os.urandom(16))
                 self._prints = {}
         left_out = self._shown.moved | doubtful
-        lasting = [
-            (path, value)
-            for path, value in self._portraits[1].prints.items()
-            if not is_below(path, left_out)
-        ]
+        prints = self._portraits[1].prints.items()
+        lasting = [(path, value) for path, value in prints if not is_below(path, left_out)]
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))

@@ -206,11 +206,7 @@ class SampleLoader:
         """Load, and load again as long as samples draw from a generator that was not seeded."""
         while True:
             seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
-            before = {
-                name: generator.look()
-                for name, generator in GENERATORS.items()
-                if name not in seeds
-            }
+            before = {name: one.look() for name, one in GENERATORS.items() if name not in seeds}
             error, samples = None, None
             try:
                 samples = self._load_seeded(task, before, transforms)

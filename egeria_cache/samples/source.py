@@ -43,6 +43,7 @@ from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.study import Study
 
 _NUMBERS = itertools.count()
+RESTLESS = "its data set changes again and again"
 _TRIED_SAMPLES, _TRIED_DRAWS = 4, 2
 """So many samples of a batch are loaded under so many other draws, to see what these change."""
 
@@ -107,6 +108,9 @@ class LoaderSource:
         self.is_steady = False
         """Whether random draws change nothing that the frozen front reads: its output is stored
         once, and each sample is loaded in every epoch, drawn anew."""
+        self.is_restless = False
+        """Whether its data are others again and again: each sample is loaded in every epoch, and
+        what is stored is served where the front would read what it read for it."""
         self._steady: dict[frozenset[str], bool] = {}
         """What was found out of leaves that fronts read."""
         self.is_known_random = False
@@ -164,6 +168,11 @@ class LoaderSource:
         return not self.is_steady and (self.is_known_random or bool(self.samples.drawn))
 
     @property
+    def loads_hits(self) -> bool:
+        """Whether hits are loaded as well, and compared."""
+        return self.is_steady or self.is_restless
+
+    @property
     def served(self) -> float:
         """Part of the samples of an epoch that are hits in the long run."""
         return self.draws.served if self.is_random else 1.0
@@ -216,23 +225,27 @@ class LoaderSource:
         task = batch.context.task
         if not self.samples.drawn or task.seed is None or self.is_known_random:
             return False
-        if batch.lengths is not None or self.study.company is not None or batch.absent is not None:
-            return False
-        leaves = [batch.leaves.get(path) for path in read]
-        if not all(isinstance(one, Tensor) and is_dense(one) and one.is_cpu for one in leaves):
+        if batch.absent is not None or not self._has_prints(batch, read):
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
         once, *others = (
             self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
             for ahead in range(_TRIED_DRAWS + 1)
         )
-        moved = {
-            path
-            for again in others
-            for path, leaf in once.items()
-            if not same_values(leaf, again.get(path))
-        }
+        pairs = ((path, leaf, one.get(path)) for one in others for path, leaf in once.items())
+        moved = {path for path, leaf, again in pairs if not same_values(leaf, again)}
         return bool(moved) and moved.isdisjoint(read)
+
+    def _has_prints(self, batch: Batch, read: frozenset[str]) -> bool:
+        leaves = [batch.leaves.get(path) for path in read]
+        return (batch.lengths, self.study.company) == (None, None) and all(
+            isinstance(one, Tensor) and is_rows(one, batch.size) and one.is_cpu for one in leaves
+        )
+
+    def why_not_compared(self, batch: Batch, read: frozenset[str]) -> str | None:
+        """Say so if its data change again and again, and nothing tells what the front reads."""
+        is_known = not self.is_restless or self._has_prints(batch, read)
+        return None if is_known else RESTLESS
 
     def _leaves_of(self, task: Task) -> dict[str, Any]:
         return flatten(self.load(task), len(task.ids))[1]
@@ -268,6 +281,11 @@ class LoaderSource:
             self._proven.clear()
             self.study = self._new_study()
             self.end_pass()
+
+    def forget(self) -> None:
+        """Find out anew what the collate function does; what is loaded whole is studied anyway."""
+        self._proven.clear()
+        self.study = self._new_study() if self.study.company is None else self.study
 
     def end_pass(self) -> None:
         """Stop the worker for samples out of turn; the next need starts another."""
@@ -466,19 +484,14 @@ class LoaderSource:
     @property
     def fields(self) -> dict[str, Any]:
         """This loader's part of a generation's content address."""
-        return {
-            "loader": self.name,
-            "dataset": str(self.fingerprint),
-            "augmentation_seed": self.seed,
-        } | {
-            key: value
-            for key, value in {
-                "padding": None if self.study.padding is None else self.study.padding.fields,
-                "leaves": None if self.study.company is None else "loaded with each batch",
-                "draws": "of what the front does not read" if self.is_steady else None,
-            }.items()
-            if value is not None
+        some = {
+            "padding": None if self.study.padding is None else self.study.padding.fields,
+            "leaves": None if self.study.company is None else "loaded with each batch",
+            "draws": "of what the front does not read" if self.is_steady else None,
         }
+        text = RESTLESS if self.is_restless else str(self.fingerprint)
+        own = {"loader": self.name, "dataset": text, "augmentation_seed": self.seed}
+        return own | {key: value for key, value in some.items() if value is not None}
 
 
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:

@@ -7,6 +7,7 @@ import math
 import os
 import types
 import weakref
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from tests.hostile.harness import hostile
+from tests.hostile.harness import cross_entropy, hostile
 from tests.hostile.loops import one_ahead, trained
-from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, rows, seeded
+from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, net, rows, seeded
 from tests.hostile.places import COUNTERS
 
 
@@ -511,6 +512,32 @@ def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
     model, data = run.freeze(Net()), Pairs()
     data.model = model if where == "data set" else None
     run.fit(model, run.loader(data, collate_fn=Labelling(model, False)), 5)
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers):
+    data = made(lambda d, i: (d.x[i], d.y[i], d.weights[i]), weights=torch.ones(24))
+    loss = lambda model, batch: cross_entropy(model, batch[:2]) * batch[2].mean()  # noqa: E731
+    each_epoch = lambda model, epoch: data.weights.mul_(0.9)  # noqa: E731
+    trained(run, loss, data=data, num_workers=workers, epochs=8, each_epoch=each_epoch)
+
+
+@hostile
+def test_another_value_that_pads_is_another_padding(run):
+    """The head leaves out zeros."""
+    value, data = [0.0], made(lambda d, i: (d.x[i, : 3 + i % 4, None], d.y[i]))
+    seen = lambda x, h: (h * (x != 0)).sum(1) / (x != 0).sum(1)  # noqa: E731
+    model = net(early=nn.Linear(1, 8), forward=lambda m, x: m.back(seen(x, m.front(x))))
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+
+    def collate(samples):
+        return pad([x for x, _ in samples], padding_value=value[0]), torch.stack(
+            [y for _, y in samples]
+        )
+
+    each_epoch = lambda model, epoch: value.__setitem__(0, float(epoch > 3))  # noqa: E731
+    trained(run, model=model, data=data, collate_fn=collate, epochs=8, each_epoch=each_epoch)
 
 
 @hostile(told="changes again and again")

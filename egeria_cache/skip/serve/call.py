@@ -338,8 +338,9 @@ class Invocation:
             return shape
         if lengths is None or tagged is None:
             return ("B", *shape[1:])
-        follows = following(tagged, lengths)
-        return ("B", *("L" if i in follows else n for i, n in enumerate(shape[1:], 1)))
+        follows, padding = following(tagged, lengths), lengths.padding
+        length = "L", padding.dims(tagged.leaf), padding.values.get(tagged.leaf)
+        return ("B", *(length if i in follows else n for i, n in enumerate(shape[1:], 1)))
 
 
 def plain(leaf: Any) -> Any:
