@@ -353,12 +353,8 @@ def is_rows(leaf: Leaf, batch_size: int) -> bool:
 
 def is_dense(leaf: Leaf) -> bool:
     """Whether it is an ordinary tensor: not nested, sparse, quantised, or of a class of its own."""
-    return (
-        type(leaf) is Tensor
-        and not leaf.is_nested
-        and leaf.layout == torch.strided
-        and not (leaf.is_quantized or leaf.is_inference() or leaf.is_meta)
-    )
+    is_whole = type(leaf) is Tensor and not leaf.is_nested and leaf.layout == torch.strided
+    return is_whole and not (leaf.is_quantized or leaf.is_inference() or leaf.is_meta)
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ _MAX_FUNCTIONS = 512
 _MAX_HELD, _MAX_DEPTH = 256, 4
 """Items of a container that is searched for functions, and how deep."""
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "functools", "egeria_cache", "egeria_core")
-_READS = "__getattr__", "__getattribute__", "__getitem__"
+_READS = {"__getattr__", "__getattribute__", "__getitem__"}
 """What an object that has them runs when it is read, under whatever name."""
 _MAKES = "__new__", "__init__", "forward"
 """What is run when a class is called, or applied: a function of autograd."""
@@ -154,7 +154,8 @@ class Code:
                 yield from ((found, owner) for found in _functions(one))
             else:
                 parts = [in_class(kind := _kind(one), name) for name in self.in_class_of(one)]
-                self.found |= {(id(part), kind): part for part in parts}
+                self.found |= {(id(part), kind): part for part in parts if has_settings(part)}
+                yield from ((found, kind) for part in parts for found in _functions(part))
 
     def note(self, scope: dict[str, Any], names: Iterable[str], *, whole: bool = False) -> None:
         """Note globals that it reads: under these names, or all data."""
@@ -285,17 +286,14 @@ def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     if isinstance(value, LEADS):
         value = [led_to(value)]
     elif isinstance(value, types.BuiltinMethodType):
-        value = [value.__self__]
+        value = [] if isinstance(value.__self__, types.ModuleType) else [value.__self__]
     elif isinstance(value, functools.partial):
         value = [value.func, *value.args, *value.keywords.values()]
     held = own_attributes(value) if has_settings(value) else value
     if isinstance(value, types.FunctionType):
         held = attributes_held(value)
-    if (
-        depth
-        and isinstance(held, list | tuple | dict | types.MappingProxyType)
-        and len(held) <= _MAX_HELD
-    ):
+    is_container = isinstance(held, list | tuple | dict | types.MappingProxyType)
+    if depth and is_container and len(held) <= _MAX_HELD:
         for one in list(held if isinstance(held, list | tuple) else held.values()):
             yield from found_in(one, depth - 1)
 
@@ -308,6 +306,11 @@ def has_settings(value: Any) -> bool:
     ):
         return False
     return isinstance(value, type) or not (is_foreign(value) or is_value(value))
+
+
+def answers_itself(kind: type) -> bool:
+    """Whether code of the user's is run where an object of the class is read, whatever the name."""
+    return any(vars(base).keys() & _READS for base in bases_of(kind) if not is_installed(base))
 
 
 def _is_generated(part: Any) -> bool:

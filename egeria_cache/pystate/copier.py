@@ -439,8 +439,9 @@ def _is_ours(func: Any) -> bool:
 
 def is_shared(module: nn.Module) -> bool:
     """Whether a module is compiled: a copy would be compiled anew, or cannot be made."""
-    was_compiled = hasattr(type(module).forward, "_torchdynamo_orig_callable")
-    return was_compiled or isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
+    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+        return True
+    return hasattr(type(module).forward, "_torchdynamo_orig_callable")
 
 
 _MUTABLE = (OrderedDict, dict, list, set, deque)

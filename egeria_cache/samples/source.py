@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,10 +73,8 @@ class BatchContext:
 
     def select(self, rows: np.ndarray) -> BatchContext:
         """Return the context of some of the samples, given by their positions."""
-        constants = {
-            path: counting(value, len(rows)) if path in self.source.counts else value
-            for path, value in self.constants.items()
-        }
+        counts, own = self.source.counts, self.constants.items()
+        constants = {k: counting(one, len(rows)) if k in counts else one for k, one in own}
         return replace(self, task=self.task.at(rows.tolist()), constants=constants)
 
 
@@ -111,6 +110,7 @@ class LoaderSource:
         self.is_restless = False
         """Whether its data are others again and again: each sample is loaded in every epoch, and
         what is stored is served where the front would read what it read for it."""
+        self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
         self._steady: dict[frozenset[str], bool] = {}
         """What was found out of leaves that fronts read."""
         self.is_known_random = False
@@ -228,10 +228,8 @@ class LoaderSource:
         if batch.absent is not None or not self._has_prints(batch, read):
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
-        once, *others = (
-            self._leaves_of(task._replace(draws=[n + ahead for n in task.draws]))
-            for ahead in range(_TRIED_DRAWS + 1)
-        )
+        tries = ([n + ahead for n in task.draws] for ahead in range(_TRIED_DRAWS + 1))
+        once, *others = (self._leaves_of(task._replace(draws=draws)) for draws in tries)
         pairs = ((path, leaf, one.get(path)) for one in others for path, leaf in once.items())
         moved = {path for path, leaf, again in pairs if not same_values(leaf, again)}
         return bool(moved) and moved.isdisjoint(read)
@@ -489,7 +487,8 @@ class LoaderSource:
             "leaves": None if self.study.company is None else "loaded with each batch",
             "draws": "of what the front does not read" if self.is_steady else None,
         }
-        text = RESTLESS if self.is_restless else str(self.fingerprint)
+        # What is stored of data that change is of this run alone.
+        text = self._restless_as if self.is_restless else str(self.fingerprint)
         own = {"loader": self.name, "dataset": text, "augmentation_seed": self.seed}
         return own | {key: value for key, value in some.items() if value is not None}
 

@@ -82,11 +82,8 @@ class Study:
         if task.indices is None:
             return False
         leaves = {path: leaf for path, leaf in leaves.items() if path not in self.mixed}
-        kind = tuple(
-            (path, *self._shape(path, leaf).shape)
-            for path, leaf in leaves.items()
-            if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.dim()
-        )
+        dense = [(path, leaf) for path, leaf in leaves.items() if is_dense(leaf) and leaf.dim()]
+        kind = tuple((path, *self._shape(path, leaf).shape) for path, leaf in dense)
         if kind in self._kinds or self.why_not is not None:
             return False
         self._kinds.add(kind)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.pystate import attributes_of, is_compiled, is_library, is_settings, own_dict
+from egeria_cache.pystate import (
+    answers_itself,
+    attributes_of,
+    is_compiled,
+    is_library,
+    is_settings,
+    own_dict,
+)
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
@@ -138,7 +145,8 @@ def _held(traced: TracedBatch, copied: ModelCopy) -> dict[int, tuple[Any, set[st
     for module in traced.prefix_modules():
         there = own_dict(copied.of(module)) or {}
         for key, value in (own_dict(module) or {}).items():
-            if not is_settings(value) or type(there.get(key)) is not type(value):
+            is_like = is_settings(value) and type(there.get(key)) is type(value)
+            if not is_like or answers_itself(type(value)):
                 continue
             names = held.setdefault(id(value), (there[key], set()))[1]
             forward = inspect.unwrap(type(module).forward)
@@ -155,11 +163,11 @@ def _noting(copies: Iterable[tuple[int, Any]], names: set[tuple[int, str]]) -> I
         for owner, copy in copies:
             cls = type(copy)
             before.append((copy, cls))
-            copy.__class__ = _noting_class(cls, owner, names)
+            object.__setattr__(copy, "__class__", _noting_class(cls, owner, names))
         yield
     finally:
         for copy, cls in before:
-            copy.__class__ = cls
+            object.__setattr__(copy, "__class__", cls)
 
 
 def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import (
     LEADS,
     Code,
@@ -45,9 +46,10 @@ from egeria_cache.skip.state.hooks import HOOKS, global_hooks, own_hooks
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
-_MAX_DEPTH = 4
 _SMALL_BYTES = 1 << 15
 """An array up to this size is compared whole with every batch; of a larger one 16 elements are."""
+_MAX_DEPTH = 12
+"""Containers, and objects of the user's; others count for three."""
 TABLES = dict, MappingProxyType
 NOTHING = object()
 _SLOTS = ("_parameters", "_buffers", "_modules")
@@ -62,12 +64,9 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
-    theirs = marks()
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if key not in OF_EVERY_MODULE and key not in theirs and not isinstance(value, ForwardSlot)
-    }
+    passed = OF_EVERY_MODULE.union(marks())
+    own = ((key, value) for key, value in vars(module).items() if key not in passed)
+    return {key: value for key, value in own if not isinstance(value, ForwardSlot)}
 
 
 class Layout:
@@ -97,6 +96,8 @@ class Layout:
         """Where a name would be found that stands nowhere."""
         self._spaces: dict[type, Any] = {}
         self._seen: set[Any] = {*code.unread}
+        self._pending: deque[tuple[str, Any, int]] = deque()
+        self._depth = 0
         self._num = 0
         modules, around = list(modules), list(around)
         self._run = {id(module) for _, module, *_ in (*modules, *around)}
@@ -111,6 +112,9 @@ class Layout:
         for kind, key in product({type(m) for _, m in modules}, ("forward", "__call__")):
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
         self.looks.append(("a global hook", global_hooks))
+        while self._pending and self._num <= _MAX_VALUES:  # the near first
+            where, value, self._depth = self._pending.popleft()
+            self._look_inside(where, value)
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         """Lay out all of a skipped module."""
@@ -204,24 +208,25 @@ class Layout:
         value = in_class(kind, key)
         (self.look_at_named if has_settings(value) else self.look_into)(where, value)
 
-    def _look_at(
-        self, where: str, value: Any, held: Mapping[str, Any], depth: int = _MAX_DEPTH
-    ) -> None:
+    def _look_at(self, where: str, value: Any, held: Mapping[str, Any]) -> None:
         """Lay out what an object holds under some names, but for what decides nothing."""
         for key, part in held.items():
             if (id(value), key) not in self._apart:
                 self.looks.append((f"{where}.{key}", partial(_attribute, value, key)))
-                self.look_into(f"{where}.{key}", part, depth)
+                self.look_into(f"{where}.{key}", part)
 
     def _look_at_read(self, where: str, value: Any, own: Mapping[str, Any]) -> None:
         """Lay out what the code names of a module's, or a tensor's, own attributes."""
         self._look_at(where, value, {key: own[key] for key in own if key in self._code.names})
 
-    def look_into(self, where: str, value: Any, depth: int = _MAX_DEPTH) -> None:
-        """Lay out what a value holds, if it can change in place."""
-        if _is_plain(value) or id(value) in self._seen or depth == 0 or self._num > _MAX_VALUES:
-            return
-        self._seen.add(id(value))
+    def look_into(self, where: str, value: Any, step: int = 1) -> None:
+        """Lay out what a value holds, if it can change in place, when its turn comes."""
+        depth = self._depth + step
+        if depth <= _MAX_DEPTH and not _is_plain(value) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._pending.append((where, value, depth))
+
+    def _look_inside(self, where: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append((where, value))
             self._look_at_read(where, value, vars(value))
@@ -229,7 +234,7 @@ class Layout:
             self.looks.append((where, _array_look(value)))
         elif isinstance(value, LEADS):
             self.looks.append((where, partial(led_to, value)))
-            self.look_into(where, led_to(value), depth)
+            self.look_into(where, led_to(value))
         elif outside_state(value) is not None:
             self.looks.append((where, partial(outside_state, value)))
         elif isinstance(value, (*TABLES, list, tuple, set, deque)):
@@ -240,10 +245,10 @@ class Layout:
             self._num += len(value)
             keys = list(value) if isinstance(value, TABLES) else ()
             for item in [*keys, *values_of(value)]:
-                self.look_into(where, item, depth - 1)
+                self.look_into(where, item)
         elif isinstance(value, MethodType | BuiltinMethodType | partial):
             for part in gc.get_referents(value):
-                self.look_into(where, part, depth)
+                self.look_into(where, part)
         elif isinstance(value, _lru_cache_wrapper):
             kept = gc.get_referents(value)
             for part in chain(kept, *(one.values() for one in kept if isinstance(one, dict))):
@@ -254,7 +259,7 @@ class Layout:
         elif isinstance(value, ModuleType | type | FunctionType):
             return
         else:
-            self._look_into_object(where, value, depth)
+            self._look_into_object(where, value)
 
     def _look_around(self, where: str, module: nn.Module) -> None:
         """Lay out what is read of a module that is none of the model's, and holds it, or trains."""
@@ -265,7 +270,7 @@ class Layout:
                 self.tensors += [(f"{where}.{key}", one) for key, one in _own_tensors(part)]
         self._look_at_read(where, module, watched_attributes(module))
 
-    def _look_into_object(self, where: str, value: Any, depth: int) -> None:
+    def _look_into_object(self, where: str, value: Any) -> None:
         if has_settings(value):
             self._look_at_class(value)
         if isinstance(value, Optimizer):  # and not what it trains
@@ -275,12 +280,12 @@ class Layout:
         elif (own := own_dict(value)) is not None and not is_beyond(value):
             named = self._objects.get(id(value))
             if named is None and not any((id(value), key) in self._apart for key in own):
-                self.look_into(where, own, depth)
+                self.look_into(where, own, 2 * is_installed(type(value)))
             else:
                 keys = own if named is None else sorted(named)
-                self._look_at(where, value, {key: own.get(key) for key in keys}, depth - 1)
+                self._look_at(where, value, {key: own.get(key) for key in keys})
         else:
-            self._look_at(where, value, own_slots(value), depth - 1)
+            self._look_at(where, value, own_slots(value))
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""

@@ -101,11 +101,8 @@ class _Held:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and not (tensor.is_meta or tensor.is_quantized or is_lazy(tensor))
-    )
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_dense and not (tensor.is_meta or tensor.is_quantized or is_lazy(tensor))
 
 
 def _place(data: Tensor) -> tuple[Any, ...]:
