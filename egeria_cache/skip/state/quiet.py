@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import is_installed_code, is_library
 
-_OPENERS = (__name__, "pathlib", "pathlib._local", "codecs", "gzip")
+_OPENERS = (__name__, "pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip")
 """Modules of Python's that open what they are given."""
 _CHANGES = {
     "builtins": "open",
