@@ -330,7 +330,7 @@ def is_value(value: Any) -> bool:
 
 
 def _kind(value: Any) -> type:
-    return value if isinstance(value, type) else type(value)
+    return value if issubclass(type(value), type) else type(value)  # `list[int]` is none
 
 
 def in_class(owner: type, name: str) -> Any:

@@ -106,7 +106,7 @@ def test_a_codec_is_added_in_two_files(tmp_path, native):
         file.write_text(changed(file.read_text(), change))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EGERIA_NATIVE": native}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", TRIAL], cwd=tmp_path, env=environment, capture_output=True,
+        [sys.executable, "-c", TRIAL], cwd=tmp_path, env=environment, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
@@ -279,7 +280,7 @@ def test_what_is_not_in_memory_is_a_readers_and_all_is_read_ahead_from_then_on(r
 
     prefetcher, asked = deferred(readers, read)
     reading = prefetcher.read_now(asked)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):
         reading.result(timeout=0.05)  # a disk that hangs
     assert prefetcher.has_waited
     let_go.set()

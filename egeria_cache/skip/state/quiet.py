@@ -31,6 +31,7 @@ _OPENERS = (__name__, "pathlib", "pathlib._local", "pathlib._abc", "codecs", "gz
 _CHANGES = {
     "builtins": "open",
     "io": "open",
+    "pathlib._normal_accessor": "open",
     "os": "open read write pread pwrite readv writev sendfile truncate ftruncate mkdir mkfifo link "
     "symlink rename replace remove unlink rmdir chdir chmod chown utime setxattr removexattr lockf "
     "system fork forkpty posix_spawn posix_spawnp execv execve kill killpg",
