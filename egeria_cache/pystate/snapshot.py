@@ -433,9 +433,10 @@ def _same(now: Any, kept: Any) -> bool:
             return False
         return isinstance(now, list) or all(map(is_, now.values(), kept.values()))
     if isinstance(now, Tensor):
-        if now.shape != kept.shape or not now.is_floating_point():
-            return now.shape == kept.shape and torch.equal(now, kept)
-        return torch.allclose(now, kept, 0.0, 0.0, equal_nan=True)
+        if torch.equal(now, kept):
+            return True
+        may_be_nan = now.shape == kept.shape and now.is_floating_point()
+        return may_be_nan and torch.allclose(now, kept, 0.0, 0.0, equal_nan=True)
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, tuple):
