@@ -51,7 +51,7 @@ _ARGUMENTS = (
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
 MAX_CHANGES = 3
-"""Passes in a row that find another data set; then nothing is stored for it any more."""
+"""Passes in a row that find another data set; then samples are loaded in each, and compared."""
 
 
 class EgeriaLoader(ResumableLoader[T_co]):
