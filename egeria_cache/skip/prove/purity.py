@@ -20,6 +20,7 @@ from egeria_cache.skip.serve.plan import ReplayPlan
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12
+_Held = list[dict[str, Content]]
 
 
 class Repeats:
@@ -42,12 +43,12 @@ class Repeats:
         own = ((vars(copied.of(module)), key) for module, key in begun
                if copied.of(module) is not module)  # fmt: skip
         self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
-        once, world, context = self.kept.now(), traced.before.outside, dict(copied.context)
-        outside = world.now(copied.copy_of), world.now()
+        once, world = self.kept.now(), traced.before.outside
+        outside = world.now(copied.copy_of), world.now(), dict(copied.context)
         self.again = recompute(traced, self.first.rows, copied=copied, goes_on=True)
         self.counted = list(self.kept.moved(once, self.kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
-        self._outside = [*self._moved_outside(*outside), *_assigned(context, copied.context)]
+        self._outside = list(self._moved_outside(*outside))
         again = self._held()
         self._counting = self._changes(settled, again)
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
@@ -88,9 +89,15 @@ class Repeats:
                 how = f"{name} moves with every call of it"
                 raise BoundaryError.impure(self._traced.boundary, how)
 
-    def _moved_outside(self, once: list[Any], really: list[Any]) -> Iterator[tuple[Any, str]]:
+    def _moved_outside(
+        self, once: list[Any], really: list[Any], context: Mapping[Any, Any]
+    ) -> Iterator[tuple[Any, str]]:
         """Yield where something has moved since, of the copy's or really, and its name."""
         world, of = self._traced.before.outside, self.copied.copy_of
+        for variable, value in self.copied.context.items():
+            then = context.get(variable)
+            if value is not then and describe(value) != describe(then):
+                yield variable, f"the context variable {variable.name!r}"
         for one in world.moved(once, world.now(of)):
             if id(one.where) not in world.apart:
                 yield one.where, one.name
@@ -124,16 +131,12 @@ class Repeats:
         name = self._traced.names.get(id(module), "")
         return f"{name}.{key}" if name else key
 
-    def _held(self) -> list[dict[str, Content]]:
+    def _held(self) -> _Held:
         """Return what the copies hold now, by module and attribute."""
         return [_contents(copy) for _, copy in self._watched]
 
     def _changes(
-        self,
-        before: list[dict[str, Content]],
-        after: list[dict[str, Content]],
-        *,
-        new_keys: bool = True,
+        self, before: _Held, after: _Held, *, new_keys: bool = True
     ) -> list[tuple[tuple[nn.Module, str], bool]]:
         """Return (user's module, attribute), and whether tensors or arrays are what changed.
 
@@ -156,14 +159,6 @@ class Repeats:
 
 def _contents(module: nn.Module) -> dict[str, Content]:
     return {key: Content(part, _MAX_DEPTH, into_foreign=False) for key, part in _state(module)}
-
-
-def _assigned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield context variables that have another value, and what they are called."""
-    for variable, value in after.items():
-        then = before.get(variable)
-        if value is not then and describe(value) != describe(then):
-            yield variable, f"the context variable {variable.name!r}"
 
 
 def _texts(module: nn.Module) -> dict[str, Any]:
