@@ -161,7 +161,8 @@ class EngineCallbacks:
     def draws_count(self, source: LoaderSource) -> None:
         """What the front reads is another: by a random draw, or the data have changed."""
         if source.is_restless:
-            self.leave_uncached(source.key, RESTLESS, unlink=True)
+            why = f"{RESTLESS}, and so does now what the frozen front reads of it"
+            self.leave_uncached(source.key, why, unlink=True)
             return
         source.unsettle()
         self._views.void(lambda view: view.loader_name == source.key, unlink=False)

@@ -191,7 +191,6 @@ class Copier:
                 with torch.enable_grad():
                     return value.clone()
             late = runs_late(value.device)
-            lies = value.shape, value.stride(), value.storage_offset()
             key = (storage._cdata, value.dtype) if late else storage._cdata
             copied: Any = self._storages.get(key)
             if copied is None:
@@ -199,12 +198,13 @@ class Copier:
                 if self._num_bytes > _MAX_BYTES:
                     return value
                 copied = self._storages[key] = _whole(value) if late else storage.clone()
+            shape, stride, start = value.shape, value.stride(), value.storage_offset()
             with torch.no_grad():
                 if late:
-                    new: Tensor = copied.as_strided(*lies)
+                    new: Tensor = copied.as_strided(shape, stride, start)
                     return new.detach().conj() if value.is_conj() else new.detach()
                 new = torch.empty(0, dtype=value.dtype, device=value.device)
-                new.set_(copied, lies[2], *lies[:2])
+                new.set_(copied, start, shape, stride)
                 return torch._conj(new) if value.is_conj() else new
 
     def _array(self, value: np.ndarray) -> Any:

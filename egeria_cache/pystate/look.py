@@ -85,9 +85,9 @@ class Portrait(Snapshot):
     Args:
         roots: Objects by name; of the one named "data set" every attribute counts.
         thorough: Read all of long arrays and lists, as a comparison with another process needs, and
-            keep nothing. A quick portrait holds within this process only, and is a snapshot: as
-            long as it `has_moved` not, another portrait would be the same, except for what a glance
-            passes over (see `is_whole`).
+            keep nothing. A quick portrait is a snapshot: as long as it `has_moved` not, another
+            portrait would be the same, except for what a glance passes over (see `is_whole`); it
+            holds within this process only, unless it `tells_all`.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, thorough: bool = True) -> None:

@@ -47,6 +47,7 @@ def module(forward):
 
 BOUNDARIES = {
     "identity": lambda: module(lambda self, x: x),
+    "nn.Identity": nn.Identity,
     "dropout": lambda: nn.Dropout(0.0),
     "flatten": nn.Flatten,
     "relu in place": lambda: nn.ReLU(inplace=True),

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from egeria_cache.pystate import Portrait
@@ -472,6 +474,24 @@ def test_a_cell_of_a_table_counts_and_what_a_table_works_out_does_not():
     before = Portrait({"data set": one})
     assert one.decides.n.sum() == 1  # a column is kept from then on
     assert not before.differences(Portrait({"data set": one}), set())
+
+
+LEAF = st.integers() | st.text(max_size=3) | st.none() | st.builds(torch.rand, st.integers(0, 3))
+HELD = st.recursive(
+    LEAF, lambda part: st.lists(part) | st.dictionaries(st.text(max_size=2), part), max_leaves=20
+)
+
+
+@given(HELD)
+def test_a_quick_portrait_that_tells_all_has_the_prints_of_a_thorough_one(held):
+    quick = Portrait({"data set": SimpleNamespace(held=held)}, thorough=False)
+    assert quick.tells_all
+    assert quick.prints == Portrait(quick.roots).prints
+
+
+@pytest.mark.parametrize("held", [torch.zeros(1 << 19), torch.Generator(), [0.5] * 20_000])
+def test_a_portrait_that_passes_over_something_tells_not_all(held):
+    assert not Portrait({"data set": SimpleNamespace(held=held)}, thorough=False).tells_all
 
 
 def test_one_object_in_the_place_of_another_is_seen():
