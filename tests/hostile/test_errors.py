@@ -253,7 +253,7 @@ def head_gradients(m, x):
 LOOKS = (grad, vmap, trace, per_sample_gradients, head_gradients)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @hostile(over={look.__name__: look for look in LOOKS}, served=True)
 @pytest.mark.parametrize("before", [False, True])
 def test_torch_func_over_a_batch(run, look, before):

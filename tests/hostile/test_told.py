@@ -97,7 +97,7 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(("told", "make"), MODELS.values(), ids=list(MODELS))
 def test_a_boundary_that_cannot_be_cut_is_told_by_name(told, make):
     judge(lambda run: trained(run, model=make()), told=told)

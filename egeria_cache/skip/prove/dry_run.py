@@ -57,12 +57,14 @@ def checkpointed_around(boundary: nn.Module) -> list[Any]:
     """Return the calls of `torch.utils.checkpoint.checkpoint` that hold more than the call of the
     boundary, which is being made: what PyTorch notes about each, or None if it is reentrant.
     """
-    regions = []
+    regions, last = [], None
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
             region = frame.f_locals.get("function", frame.f_locals.get("run_function"))
-            if region is not None and not _is_call_of(region, boundary):
+            is_new = region is not None and region is not last  # PyTorch hands it on to itself
+            if is_new and not _is_call_of(region, boundary):
+                last = region
                 generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
                 inside = {} if generator is None else generator.f_locals
                 regions.append(inside.get("new_frame"))
