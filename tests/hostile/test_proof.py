@@ -33,6 +33,7 @@ STATISTICS = {
     "first row": lambda h: h + h[:1],
     "position in the batch": lambda h: h * torch.arange(1, len(h) + 1)[:, None].float(),
     "any": lambda h: -h if (h > 0.999).any() else h,
+    "any, in NumPy": lambda h: -h if (h.detach().numpy() > 0.999).any() else h,
     "contrast of pairs": lambda h: h + torch.cdist(h, h).mean(1, keepdim=True),
     "batch norm by function": lambda h: F.batch_norm(h, None, None, training=True),
     "quantile": lambda h: h - h.mean(1).quantile(0.5),
@@ -55,7 +56,8 @@ ONE_FIRST = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
 BATCHES = {
     "shuffled": (rows, {"shuffle": True}, STATISTICS),
     "one sample first": (
-        rows, {"batch_sampler": ONE_FIRST}, ("maximum", "number of rows", "mean", "any"),
+        rows, {"batch_sampler": ONE_FIRST},
+        ("maximum", "number of rows", "mean", "any", "any, in NumPy"),
     ),
     "a last partial batch": (
         lambda: rows(20), {"shuffle": True}, ("maximum", "number of rows", "first row"),
@@ -101,6 +103,31 @@ def test_one_row_alone_that_reads_another_is_seen(run, other, row):
     run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=order), 1)
     shuffled = [[*range(12, 20)], [row + 8, *range(7), row], [20, 21]]
     run.fit(model, run.loader(TensorDataset(x, labels()), batch_sampler=shuffled), 2)
+
+
+IS_ANY = {
+    "compared": lambda a: (a > 4).any(),
+    "in NumPy": lambda a: (a.numpy() > 4).any(),
+    "picked": lambda a: len(a[a > 4]),
+    "counted": lambda a: len((a > 4).nonzero()),
+}
+
+
+@hostile(over=IS_ANY)
+def test_what_is_read_for_one_row_alone_is_seen(run, is_any):
+    x = inputs()
+    x[:, 0] = 0
+    x[5, 0] = 5
+
+    def front(model, x):
+        h = torch.tanh(model.early(x))
+        if is_any(x[:, 0]):
+            h = torch.where(x[:, :1] > 4, h * model.scale, h)
+        return model.middle(h)
+
+    model = run.freeze(net(front=front, scale=1.0))
+    for model.scale in (1.0, 2.0):
+        run.fit(model, run.loader(TensorDataset(x, labels()), batch_size=24), 2)
 
 
 @hostile(limit="that depends on the whole batch, cannot be seen before it is taken")

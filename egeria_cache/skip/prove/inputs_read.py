@@ -29,7 +29,13 @@ from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import scene_of
-from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, distinct, recompute
+from egeria_cache.skip.prove.traced_batch import (
+    Recomputed,
+    TracedBatch,
+    another,
+    distinct,
+    recompute,
+)
 from egeria_cache.skip.serve.placeholder import OF_EVERY_OBJECT, Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace
@@ -53,9 +59,17 @@ class Observed:
 
 
 def observe(traced: TracedBatch) -> Observed:
-    """Run the prefix once more and note what it reads and draws."""
+    """Run the prefix once more and note what it reads and draws: on a few rows, and on all of the
+    batch where a value decides what runs.
+    """
+    seen = _observed(traced, another(traced.size))
+    is_decided = seen.trace is None or not seen.trace.branches
+    return seen if is_decided else _observed(traced, list(range(traced.size)))
+
+
+def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     # A run of its own: some modules choose another way where a dispatch mode is active.
-    copied, rows = traced.copies.fresh(), list(range(traced.size))
+    copied = traced.copies.fresh()
     pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
     held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)

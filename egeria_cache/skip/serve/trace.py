@@ -109,10 +109,14 @@ class PrefixTrace(TorchDispatchMode):
                 if named[2].requires_grad and not is_followed:
                     self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
 
+    def _note_past(self, tensor: Tensor) -> None:
+        self.branches = True
+        self._note(tensor, is_followed=False)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Trace what is done inside the block."""
-        with _Memory(self._note), self:
+        with _Memory(self._note_past), self:
             yield
 
     def _is_followed(self, func: Any, tensor: Tensor) -> bool:
@@ -137,8 +141,7 @@ class PrefixTrace(TorchDispatchMode):
             self.dtypes.add(tensor.dtype)
         if (own := OPDEFS.get(func._schema.name)) is not None:
             self.operators[func._schema.name] = own
-        if torch.Tag.data_dependent_output in func.tags:
-            self.branches = True
+        self.branches |= _shows_values(func, given)
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         may_draw &= not any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
@@ -151,10 +154,18 @@ class PrefixTrace(TorchDispatchMode):
         return result
 
 
+def _shows_values(func: Any, given: Sequence[Tensor]) -> bool:
+    """Whether Python learns something of values, if only how many there are of a kind."""
+    if func is _ATEN.index.Tensor:
+        return any(one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return any(tag in func.tags for tag in tags)
+
+
 class _Memory(TorchFunctionMode):
     """Sees what is read past all operators: as a list, or by its address."""
 
-    def __init__(self, note: Callable[..., None]) -> None:
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._note = note
 
@@ -166,7 +177,7 @@ class _Memory(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _PAST_OPERATORS:
-            self._note(args[0], is_followed=False)
+            self._note(args[0])
         return func(*args, **(kwargs or {}))
 
 
