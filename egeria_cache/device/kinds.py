@@ -28,19 +28,11 @@ LEAF_FLAGS = tuple(
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that can be used, without an index; None: there is none."""
-    kind = _current()
+    kind = torch.accelerator.current_accelerator()
     try:
         return kind if torch.accelerator.is_available() else None
     except (RuntimeError, AttributeError):  # its module does not say
         return kind
-
-
-def _current() -> torch.device | None:
-    """Return PyTorch's accelerator, also one that cannot be used here; None: it has none."""
-    try:
-        return torch.accelerator.current_accelerator()
-    except RuntimeError:  # what PyTorch 2.6 says in place of None
-        return None
 
 
 def default_device() -> torch.device:
@@ -66,9 +58,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def current_index() -> int:
     """Return the number of the accelerator that this thread works with."""
-    now = getattr(torch.accelerator, "current_device_index", None)
     try:
-        return max(0, torch.accelerator.current_device_idx() if now is None else now())
+        return max(0, torch.accelerator.current_device_index())
     except RuntimeError:  # it has but one
         return 0
 
@@ -79,11 +70,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     The one before is set again only if it is in use by this process: to set a device begins a
     context there.
     """
-    within: Any = getattr(torch.accelerator, "device_index", None)
-    if within is None:  # before PyTorch 2.8
-        within = getattr(module_of(device), "device", nullcontext)
-    found: AbstractContextManager[Any] = within(device.index)
-    return found
+    return torch.accelerator.device_index(device.index)
 
 
 def runs_late(device: torch.device | str) -> bool:
@@ -137,7 +124,7 @@ def device_name(device: torch.device) -> str | None:
 
 def autocast_kinds() -> tuple[str, ...]:
     """Return the kinds of devices for which autocast may be on."""
-    kind = _current()
+    kind = torch.accelerator.current_accelerator()
     return ("cpu",) if kind is None else ("cpu", kind.type)
 
 
@@ -155,7 +142,7 @@ def moved_to(func: Callable[..., Any]) -> str | None:
     `x.cuda()` and its like: a device that is registered from outside gives `Tensor` one, too.
     """
     name = getattr(func, "__name__", "")
-    kind = _current() if name not in _NAMED else None
+    kind = torch.accelerator.current_accelerator() if name not in _NAMED else None
     if name not in _NAMED and (kind is None or name != kind.type):
         return None
     return name if getattr(Tensor, name, None) is func else None

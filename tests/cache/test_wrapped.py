@@ -40,7 +40,7 @@ def test_a_model_compiled_whole_beside_its_cache_trains_on_with_one_warning(dire
             compiled = torch.compile(model, backend="aot_eager", fullgraph=how == "fullgraph")
         ours += train(compiled, loader, 2, lambda epoch: cache.flush())
         assert cache.stats().hits == hits
-        assert "compile its blocks instead" in cache.stats().why_not
+        assert "compile its blocks instead" in cache.stats().why_not.lower()
     assert ours == pytest.approx(expected, abs=1e-6)
     warned = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len([record for record in warned if record.name == "egeria"]) == 1

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import train
 
 from tests.helpers import published
@@ -16,14 +15,6 @@ ROOT = Path(train.__file__).parents[1]
 EAGER = "--evaluator inline --evaluate-every 1 --window 2 --tolerance 5 --save-every 3 --workers 0"
 """Freezes within a few steps, at the same steps in every run."""
 TASK = "image-classification"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,17 @@ from egeria_cache import ActivationCache
 from egeria_cache.integrations.transformers import EgeriaTrainer
 
 
+def bert():
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=16, num_labels=3,
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout=0.1,
+        )
+    )  # fmt: skip
+    return model, "bert.encoder.layer.1", [model.bert.embeddings, *model.bert.encoder.layer[:2]]
+
+
 def train_both(directory):
     """Return [(losses, hits, why nothing was cached)] with a cache and without."""
     return [_train(directory, with_cache) for with_cache in (True, False)]
@@ -19,18 +30,12 @@ def _train(directory, with_cache):
     rows = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": int(row.sum()) % 3} for row in rows]
     torch.manual_seed(0)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=16, num_labels=3,
-            hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout=0.1,
-        )
-    )  # fmt: skip
-    for module in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
+    model, boundary, frozen = bert()
+    for module in frozen:
         module.requires_grad_(False)
     own, extra = Path(directory, os.environ["RANK"]), {}
     if with_cache:
-        extra["cache"] = ActivationCache(model, own, "bert.encoder.layer.1", gate="always")
+        extra["cache"] = ActivationCache(model, own, boundary, gate="always")
     args = TrainingArguments(
         str(own / "run"), per_device_train_batch_size=8, num_train_epochs=3, logging_steps=1,
         report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=1e-2,

@@ -56,8 +56,7 @@ ONE_FIRST = [[0], *[[*range(i, i + 8)] for i in (0, 8, 16)], [23, 2, 4, 6]]
 BATCHES = {
     "shuffled": (rows, {"shuffle": True}, STATISTICS),
     "one sample first": (
-        rows, {"batch_sampler": ONE_FIRST},
-        ("maximum", "number of rows", "mean", "any", "any, in NumPy"),
+        rows, {"batch_sampler": ONE_FIRST}, ("maximum", "number of rows", "mean", "any"),
     ),
     "a last partial batch": (
         lambda: rows(20), {"shuffle": True}, ("maximum", "number of rows", "first row"),
@@ -106,11 +105,9 @@ def test_one_row_alone_that_reads_another_is_seen(run, other, row):
 
 
 IS_ANY = {
-    "compared": lambda a: (a > 4).any(),
-    "in NumPy": lambda a: (a.numpy() > 4).any(),
-    "picked": lambda a: len(a[a > 4]),
-    "counted": lambda a: len((a > 4).nonzero()),
-}
+    "compared": lambda a: (a > 4).any(), "in NumPy": lambda a: (a.numpy() > 4).any(),
+    "picked": lambda a: len(a[a > 4]), "counted": lambda a: len((a > 4).nonzero()),
+}  # fmt: skip
 
 
 @hostile(over=IS_ANY)

@@ -10,8 +10,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -22,7 +20,7 @@ from egeria_cache import ActivationCache, BoundaryError
 from egeria_cache.integrations.transformers import EgeriaTrainer
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.accelerated import in_processes
-from tests.helpers.trained import train_both
+from tests.helpers.trained import bert, train_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft
 TOKENS = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
@@ -42,17 +40,6 @@ def llama():
         )
     )  # fmt: skip
     return model, "model.layers.1", [model.model.embed_tokens, *model.model.layers[:2]]
-
-
-def bert():
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=16, num_labels=3,
-            hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout=0.1,
-        )
-    )  # fmt: skip
-    return model, "bert.encoder.layer.1", [model.bert.embeddings, *model.bert.encoder.layer[:2]]
 
 
 def make(build, directory, *, cache_in=None, trainer=None, data=None, **options):

@@ -27,15 +27,6 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def call(model, batch):
     output = model(**batch)
     if getattr(output, "loss", None) is not None:

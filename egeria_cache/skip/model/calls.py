@@ -41,10 +41,7 @@ Handler = Callable[..., Any]
 """handler(module, original, *args, **kwargs) -> the module's output"""
 
 _MISSING = object()
-_compiler_of_frames: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
-)
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+_compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _NUMBERS = itertools.count()
 # Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
 _OF_FUNCTIONS = frozenset(
@@ -320,7 +317,7 @@ class AttachedForward(ForwardSlot):
         if args and args[0] is self.module:
             args = args[1:]  # Accelerate's unwrap_model binds what it finds to the model
         if torch.compiler.is_compiling():
-            if not _is_exporting():  # what is exported is another program
+            if not torch.compiler.is_exporting():  # what is exported is another program
                 _report(self._number)
             return self.__wrapped__(*args, **kwargs)
         if torch._C._is_tracing():  # TensorBoard's `add_graph`: every value would be noted

@@ -55,7 +55,7 @@ def build() -> None:
         (directory / "lock").unlink(missing_ok=True)
         load(
             "egeria_simulated", [str(SOURCE)], is_python_module=False,
-            extra_cflags=["-O0", "-w"], build_directory=str(directory),
+            extra_cflags=["-O0", "-w", "-std=c++20"], build_directory=str(directory),
         )  # fmt: skip
 
 
