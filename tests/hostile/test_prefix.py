@@ -269,6 +269,10 @@ def relu_front(model, x):
     return model.middle(torch.relu(model.early(x)))
 
 
+def relu_model(model, x):
+    return model.back(relu_front(model, x))
+
+
 def with_forward_of_its_own():
     model = Net()
     plain = model.early.forward
@@ -323,9 +327,8 @@ FORWARDS = {
     ),
     "function": (Net, doubled("early", lambda m, plain: lambda x: 2 * plain(x))),
     "taken back": (with_forward_of_its_own, lambda m: m.early.__dict__.pop("forward")),
-    "at the class": (
-        of_a_class_of_its_own, at_the_class("model", "front", relu_front),
-    ),
+    "at the class": (of_a_class_of_its_own, at_the_class("model", "front", relu_front)),
+    "at the model's class": (of_a_class_of_its_own, at_the_class("model", "forward", relu_model)),
     "of the model's instance": (  # before what its class has
         Net, lambda m: setattr(m, "front", functools.partial(relu_front, m)),
     ),
@@ -333,9 +336,7 @@ FORWARDS = {
         lambda: layered(lambda layer, h: h),
         at_the_class("early", "forward", lambda self, x: -F.linear(x, self.weight)),
     ),
-    "of the model, replaced": (
-        Net, doubled("", lambda m, plain: lambda x: m.back(relu_front(m, x))),
-    ),
+    "of the model, replaced": (Net, doubled("", lambda m, _: functools.partial(relu_model, m))),
     "code swapped in place": (  # as live reloading (IPython's autoreload) does it
         of_a_class_of_its_own, lambda m: setattr(type(m).front, "__code__", relu_front.__code__),
     ),

@@ -259,12 +259,17 @@ class ForwardSlot(StandIn):
         self.module = module
         self.name = name
         self.before: Callable[..., Any] | None = module.__dict__.get(name)
-        self._own: Callable[..., Any] = MethodType(getattr(type(module), name), module)
+
+    @property
+    def of_class(self) -> Callable[..., Any]:
+        """The method of the module's class, which may be another one by now."""
+        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        return method
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """What is beneath; trainers look at its signature."""
-        return self._own if self.before is None else self.before
+        return self.of_class if self.before is None else self.before
 
     def take_out(self) -> None:
         """Put back what was there; where someone else has taken the place since, it stays."""
@@ -276,13 +281,6 @@ class ForwardSlot(StandIn):
         elif isinstance(top, ForwardSlot):
             above: Any = top
             above.before = self.before if above.before is self else above.before
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_own"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._own = MethodType(getattr(type(self.module), self.name), self.module)
 
 
 class AttachedForward(ForwardSlot):
@@ -342,13 +340,7 @@ class AttachedForward(ForwardSlot):
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        own = self.before or MethodType(getattr(type(self.module), self.name), self.module)
-        return own(*args, **kwargs)
-
-    @property
-    def of_class(self) -> Callable[..., Any]:
-        """The method of the model's class, which may be another one by now."""
-        return MethodType(getattr(type(self.module), self.name), self.module)
+        return self.__wrapped__(*args, **kwargs)
 
     def attach(self) -> Callable[..., Any]:
         """Take the place of the model's method, and return it."""

@@ -109,7 +109,8 @@ class Layout:
         for name, module, keys in around:
             self._add_around(name, module, {*keys})
         self._add_code()
-        for kind, key in product({type(m) for _, m in modules}, ("forward", "__call__")):
+        kinds = {type(module) for _, module, *_ in (*modules, *around)}
+        for kind, key in product(kinds, ("forward", "__call__")):
             self.look_up(f"{kind.__qualname__}.{key}", key, self.spaces(kind))
         self.looks.append(("a global hook", global_hooks))
         while self._pending and self._num <= _MAX_VALUES:  # the near first
