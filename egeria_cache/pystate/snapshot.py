@@ -367,8 +367,8 @@ class Moved:
     wholly: bool = False
     """Whether it is put ahead with all that it holds: none of it is watched if nothing comes of
     that."""
-    is_replayed: bool = False
-    """Whether it moves on hits as well."""
+    replayed: Moved | None = None
+    """The same of a hit, if it moves there as well."""
 
     @property
     def where(self) -> Any:

@@ -120,6 +120,7 @@ def test_a_head_that_writes_to_the_front_s_output_late(run, write):
 BOXES = {
     "an object": (lambda h: SimpleNamespace(h=h), lambda box: box.h),
     "a function": (lambda h: lambda: h, lambda box: box()),
+    "an attribute": (lambda h: setattr(h, "own", -h) or h, lambda box: getattr(box, "own", box)),
 }
 
 

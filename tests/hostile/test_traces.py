@@ -10,6 +10,7 @@ import logging
 import queue
 import random
 import sys
+import time
 import types
 import warnings
 
@@ -111,7 +112,7 @@ def test_what_a_head_remembers_moves_once_a_step(run, make):
     trained(run, model=make())
 
 
-TALLY = {"calls": 0}
+TALLY = {"calls": 0, "at": 0.0, "seen": []}
 
 
 def turning(model, x):
@@ -124,6 +125,11 @@ def tallying(layer, h):
     return h
 
 
+def noting(layer, h):
+    TALLY["seen"].append(len(h))
+    return h
+
+
 MOVING = {
     "an average before the front": (
         lambda: with_average(following_first), "writes to the parameter 'second"
@@ -131,9 +137,7 @@ MOVING = {
     "what the front reads": (
         lambda: headed(lambda m, h: shrinking(m.early, h)), "writes to the parameter 'early.weight'"
     ),
-    "what the front writes": (
-        lambda: layered(shrinking), "writes to the parameter 'early.weight'"
-    ),
+    "what the front writes": (lambda: layered(shrinking), "writes to the parameter 'early.weight'"),
     "what the front writes for a sample alone": (
         lambda: layered(lambda layer, h: shrinking(layer, h) if len(h) == 1 else h),
         "writes to the parameter 'early.weight'",
@@ -143,6 +147,9 @@ MOVING = {
         lambda: net(front=turning), "'calls' moves with every call, and decides"
     ),
     "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
+    "a list that the head fills, too": (
+        lambda: headed(noting, early=layered(noting).early), "a list outside of the model moves"
+    ),
 }  # fmt: skip
 
 
@@ -150,8 +157,13 @@ MOVING = {
 @pytest.mark.parametrize("kind", MOVING)
 def test_weights_that_a_front_moves_are_refused_by_name(kind):
     make, why = MOVING[kind]
-    TALLY["calls"] = 0
-    judge(lambda run: trained(run, model=make()), told=why)
+
+    def script(run):
+        TALLY.update(calls=0, seen=[])
+        trained(run, model=make())
+        run.see(len(TALLY["seen"]))
+
+    judge(script, told=why)
 
 
 def idle(model, x):
@@ -195,6 +207,9 @@ def test_what_a_forward_says_is_said_once_a_step(run):
 
 FRONTS = {
     "draws to no effect": lambda: net(front=idle),
+    "notes the time": lambda: net(
+        front=lambda m, x: TALLY.update(at=time.perf_counter()) or Net.front(m, x)
+    ),
     "asks a function that remembers": lambda: net(
         front=lambda m, x: Net.front(m, x * positions(len(x)))
     ),
@@ -202,7 +217,7 @@ FRONTS = {
 }  # fmt: skip
 
 
-@hostile(over=FRONTS, cases=3)
+@hostile(over=FRONTS, cases=3, served=True)
 def test_what_a_front_does_besides_it_does_once_a_step(run, make):
     def loss(model, batch):
         value = cross_entropy(model, batch)

@@ -119,7 +119,7 @@ class Layout:
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         """Lay out all of a skipped module."""
-        self.lay_out(name, module)
+        self.lay_out(name, module, vars(module))
         self.live += ((name, vars(module)[slot]) for slot in _SLOTS)
         for key, tensor in _own_tensors(module):
             self._look_at_read(f"{name}.{key}", tensor, vars(tensor))
@@ -241,7 +241,9 @@ class Layout:
         elif isinstance(value, (*TABLES, list, tuple, set, deque)):
             if isinstance(value, TABLES):
                 self.looks.append((where, partial(tuple, value)))
-            if not isinstance(value, tuple):
+            if isinstance(value, dict):
+                self.lay_out(where, value, value)
+            elif not isinstance(value, tuple):
                 self.live.append((where, value))
             self._num += len(value)
             keys = list(value) if isinstance(value, TABLES) else ()
@@ -302,10 +304,9 @@ class Layout:
                 return
         self.absent += ((place, key) for place in places)
 
-    def lay_out(self, where: str, module: nn.Module) -> None:
-        """Lay out the attributes of a module, but for what decides nothing."""
-        own = vars(module)
-        read = [key for key in own if (id(module), key) not in self._apart]
+    def lay_out(self, where: str, holder: Any, own: Mapping[Any, Any]) -> None:
+        """Lay out the attributes of a module, or a dict, but for what decides nothing."""
+        read = [key for key in own if (id(holder), key) not in self._apart]
         if len(read) == len(own):
             self.live.append((where, own))
         else:
