@@ -169,9 +169,9 @@ class LoaderApi:
         self._host.open_again(loader_name)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
-        """The leaves that must know their samples; None for all."""
-        views = self.views(loader_name)
-        return views[0].cut.tagged if views else None
+        """The leaves that must know their samples, in whichever call; None for all."""
+        cuts = [view.cut.tagged for view in self.views(loader_name)]
+        return frozenset().union(*cuts) if cuts else None
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
@@ -193,11 +193,16 @@ class LoaderApi:
             self.leave_uncached(source.key, _BESIDE)
         return True
 
+    def awaits_batches(self) -> None:
+        """A loader has been made."""
+        self._boundary.engine.is_awaited = True
+
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""
         if self._status.boundary is not None or self._status.is_sought:
             self.policy.begins(loader_name, epoch, num_batches)
             self._boundary.engine.stand_in()
+            self._boundary.engine.is_awaited = False
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""

@@ -101,14 +101,11 @@ class Assembly:
                 return self._load_instead(plan)
             entry.whole = lengths.whole
             misses, kept = lengths.widened(misses), lengths.widened(kept)
-        constants = view.constants_for(len(plan.task.ids)) if view.constants else {}
-        leaves: dict[str, Rows] = {**misses, **constants, **kept}
+        leaves: dict[str, Rows] = {**misses, **view.constants_for(len(plan.task.ids)), **kept}
         for path in view.kept if num_misses else ():
             leaves[path] = merge_rows(entry.hit, kept[path], misses[path])
         batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
-        tagged = {**leaves, **constants}
-        for path in view.tagged:
-            tagged[path] = _wrap(leaves[path], batch, path)
+        tagged = self._tagged(batch, leaves, kept)
         for path in view.dropped:
             row = view.rows[path]
             own: tuple[int, ...] = row.shape[1:]
@@ -116,7 +113,6 @@ class Assembly:
                 own = lengths.padding.shape(path, row, lengths.whole)
             whole = _meta((batch.size, *own), row.dtype)
             tagged[path] = without_data(whole, batch, path, misses.get(path))
-        self.cache.count_yielded(batch)
         return view.structure.rebuild(tagged)
 
     def _load_instead(self, plan: Plan) -> Any:
@@ -201,7 +197,7 @@ class Assembly:
     def _tagged(
         self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the leaves of a loaded batch, of which those that the samples own know these."""
+        """Return the leaves of a batch, of which those that the samples own know these."""
         assert self.cache is not None
         only = self.cache.tagged_leaves(self._source.key)
         chosen = own.keys() if only is None else own.keys() & only

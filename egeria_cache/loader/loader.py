@@ -145,6 +145,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
             check_whole_number("reuse, in epochs, or None for ever,", reuse)
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
+            cache.api.awaits_batches()
         self.cache = cache
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
@@ -164,7 +165,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
         self._passes = WeakSet[Pass]()
         self._is_uncached = self._why_uncached() is not None
-        self._num_changes, self._ended_unchanged = 0, True
+        self._num_changes, self._changed_midway, self._ended_unchanged = 0, False, True
         self._assembly = Assembly(self.source)
         self._is_prepared = False
         if not self._is_uncached and self.seed is not None:
@@ -287,29 +288,31 @@ class EgeriaLoader(ResumableLoader[T_co]):
         began = time.perf_counter()
         what = self.source.fingerprint.changed()
         self.cache.api.took_beside(time.perf_counter() - began)
-        if what is None and not at_end:
-            if self._num_changes:
+        if not at_end:
+            if what is None and not self._changed_midway and self._num_changes:
                 self.cache.api.data_settled(self.source.key)
-            self._num_changes = 0
-        elif what is not None:
-            in_mid_pass = at_end or not self._ended_unchanged
+                self._num_changes = 0
+            self._changed_midway = False
+        if what is not None:
+            midway = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end
             unseen = "its persistent workers do not see that its data set has changed"
-            self._note_change(what, unlink=in_mid_pass, give_up=unseen if stuck else "")
+            self._note_change(what, midway=midway, give_up=unseen if stuck else "")
         self._ended_unchanged = at_end
 
-    def _note_change(self, what: str, *, unlink: bool = True, give_up: str = "") -> None:
+    def _note_change(self, what: str, *, midway: bool = True, give_up: str = "") -> None:
         """Void what was stored; in mid-pass, what changes is loaded differently at once."""
         assert self.cache is not None
         self.source.forget()  # it may pad otherwise
-        self._num_changes += 1
+        self._num_changes += not (midway and self._changed_midway)  # passes are counted
+        self._changed_midway |= midway
         if self._num_changes > MAX_CHANGES:
             self.source.is_restless = True
             log.info(
                 "loader %r: %s (%s): its samples are loaded in every epoch, and what is stored is "
                 "served where the frozen front would read the same", self.name, RESTLESS, what,
             )  # fmt: skip
-        self.cache.api.data_changed(self.source.key, what, unlink=unlink, give_up=give_up)
+        self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
 
     @property
     def _keeps_workers(self) -> bool:
@@ -352,14 +355,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
                 num_workers=self.num_workers,
                 collate_fn=CollateLoaded(self.source.collate),  # type: ignore[arg-type]
                 pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                worker_init_fn=SeededWorkerInit(self.worker_init_fn),
-                multiprocessing_context=self.multiprocessing_context,
                 generator=generator,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=self.persistent_workers,
                 pin_memory_device=self.pin_memory_device,
                 in_order=self.in_order,
+                **self._worker_options()
+                | {"worker_init_fn": SeededWorkerInit(self.worker_init_fn)},
             )
 
 

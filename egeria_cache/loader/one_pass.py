@@ -137,11 +137,10 @@ class Pass:
             with self._beside():
                 if not self._is_beside():
                     self._loader._ask_data_again(at_end=True)
-            self._end()
-            if self._cache is not None:
-                with self._beside():
+                if self._cache is not None:
                     self._note_end(self._cache)
                     self._cache.log_epoch(self._loader.name, self._progress.epoch)
+            self._end()
             raise
 
     def _note_end(self, cache: LoaderApi) -> None:

@@ -92,11 +92,6 @@ class View:
         """Whether its rows are read into page-locked memory."""
         return pins(self.device)
 
-    @cached_property
-    def tagged(self) -> tuple[str, ...]:
-        """Leaves among those kept that know their samples."""
-        return tuple(path for path in self.kept if path in self.cut.tagged)
-
     @property
     def growth(self) -> Mapping[str, Any]:
         """How they are padded, of the activations that are."""

@@ -441,7 +441,7 @@ class LoaderSource:
         if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
             return (
                 f"{leaf} is not the same when it is loaded again under the same seed; draw random "
-                "numbers in the data set, from torch, numpy or random (not in the collate_fn)"
+                "numbers in the data set itself, from the global state of torch, numpy or random"
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):

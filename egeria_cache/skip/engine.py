@@ -262,6 +262,9 @@ class SkipEngine:
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
         self._num_even = self._num_escapes = 0
+        self.is_awaited = False
+        """Whether there are loaders of which none has begun a pass under this boundary: what the
+        model is given meanwhile is an evaluation's, as like as not."""
         self._unserved = _Unserved(lambda why, remedy: host.uncached(why, remedy))
         self._running: dict[str, _OneCall] = {}
         """The call that is being served, if any."""
@@ -414,8 +417,9 @@ class SkipEngine:
         """Compute a call that cannot be served; the prefix is in inference mode all the same."""
         self.host.called()
         if self.boundary is not None and call.why_not is not None and not self.host.idle:
-            # Where others were served, an evaluation may well bring batches of its own.
-            if (self.model.training and torch.is_grad_enabled()) or not self._unserved.was_served:
+            # Where others were served, or are to come, an evaluation may bring batches of its own.
+            are_others = self._unserved.was_served or self.is_awaited
+            if (self.model.training and torch.is_grad_enabled()) or not are_others:
                 self._unserved.note(call.why_not)
             if not self.host.is_refused():
                 self._hold(call)
@@ -926,6 +930,7 @@ class SkipEngine:
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
         self._plans.turn_to(kept)
         same_prefix = frozen is not None and frozen == self.frozen
+        self.is_awaited |= self.boundary is not None
         self.boundary, self.frozen, self.cut = name, frozen, None
         self._free.clear()
         self._unserved.begin()

@@ -515,11 +515,17 @@ def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
 
 
 @hostile(served=True)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers):
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("workers", "midway"), [(0, False), (2, False), (0, True)])
+def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers, midway):
     data = made(lambda d, i: (d.x[i], d.y[i], d.weights[i]), weights=torch.ones(24))
-    loss = lambda model, batch: cross_entropy(model, batch[:2]) * batch[2].mean()  # noqa: E731
-    each_epoch = lambda model, epoch: data.weights.mul_(0.9)  # noqa: E731
+
+    def loss(model, batch):
+        value = cross_entropy(model, batch[:2]) * batch[2].mean()
+        data.weights.mul_(0.9 if midway else 1.0)
+        return value
+
+    each_epoch = lambda model, epoch: data.weights.mul_(1.0 if midway else 0.9)  # noqa: E731
     trained(run, loss, data=data, num_workers=workers, epochs=8, each_epoch=each_epoch)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from tests.hostile.harness import cross_entropy, hostile, judge, sgd
 from tests.hostile.loops import ce, numbered, trained
-from tests.hostile.nets import ConvNet, Net, Pairs, images, made, net, rows
+from tests.hostile.nets import ConvNet, Net, Pairs, images, inputs, made, net, rows
 
 # ---- loaders and evaluations ------------------------------------------------------------------
 
@@ -83,10 +83,19 @@ def test_an_evaluation_of_a_copy_alone_is_no_call_that_is_missing(monkeypatch):
 
 
 @hostile(silent=True)
-def test_three_leaves_of_a_batch_are_three_calls_of_one(run):
-    """As for a triplet's loss."""
-    data = TensorDataset(*(rows(seed=seed).tensors[0] for seed in (1, 2, 3)))
-    trained(run, lambda m, b: F.triplet_margin_loss(*map(m, b)), data=data, epochs=4)
+def test_an_evaluation_before_the_training_is_no_batch_that_is_missing(run):
+    evaluate = torch.no_grad()(lambda m, epoch: [run.see(m(x)) for x in inputs().split(4)])
+    trained(run, each_epoch=evaluate)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@hostile(silent=True)
+def test_three_leaves_of_a_batch_are_three_calls_of_one(run, shared):
+    """As for a triplet's loss; and with another leaf in each of them, as of users and items."""
+    data = TensorDataset(*(rows(seed=seed).tensors[0] for seed in (1, 2, 3, 4)))
+    model = net(forward=lambda m, x, y=0.0: m.back(m.front(x + y)))
+    loss = lambda m, b: F.triplet_margin_loss(*(m(x, *b[3:][:shared]) for x in b[:3]))  # noqa: E731
+    trained(run, loss, model=model, data=data, epochs=4)
 
 
 @hostile(silent=True)
