@@ -573,8 +573,8 @@ def forget_lost(constants: Mapping[str, Any] = MappingProxyType({}), size: int =
     for path, leaf in constants.items():
         if isinstance(leaf, Tensor):
             _LOCAL.has_none = (
-                f"the batch's leaf {path!r}, of shape {list(leaf.shape)}, has no row for each of "
-                f"its {size} samples; stack samples in the collate_fn"
+                f"the batch's leaf {path!r} is no ordinary tensor with a row of each of its "
+                f"{size} samples; stack them in the collate_fn"
             )
             return
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.hostile.harness import Run, cross_entropy, hostile, judge
-from tests.hostile.loops import trained
+from tests.hostile.loops import ce, trained
 from tests.hostile.nets import Net, made, net, rows, seeded
 
 
@@ -131,6 +131,16 @@ IN_LISTS = {
 @hostile(over=IN_LISTS, told="in the collate_fn")
 def test_batches_without_rows_are_told_as_such(run, options, loss):
     trained(run, loss, **options)
+
+
+@hostile(told="is no ordinary tensor with")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_told_as_such(run):
+    def collate(batch):
+        x, y = zip(*batch, strict=True)
+        return torch.nested.nested_tensor([*x]), torch.stack(y)
+
+    trained(run, lambda m, b: ce(m, torch.stack(b[0].unbind()), b[1]), collate_fn=collate)
 
 
 @hostile

@@ -143,9 +143,7 @@ MOVING = {
         "writes to the parameter 'early.weight'",
     ),
     "an optimizer": (Probing, "steps an optimizer (Adam)"),
-    "a count outside that decides later": (
-        lambda: net(front=turning), "'calls' moves with every call, and decides"
-    ),
+    "a count that decides later": (lambda: net(front=turning), "with every call, and decides"),
     "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
     "a list that the head fills, too": (
         lambda: headed(noting, early=layered(noting).early), "a list outside of the model moves"
