@@ -145,8 +145,12 @@ def sequential():
 
 INSERTED = {
     "frozen layer": (sequential, "2", lambda m: m.insert(2, frozen(8, 8))),
+    "a forward around them": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)), "0.0",
+        lambda m: setattr(m[0], "forward", lambda x: nn.Sequential.forward(m[0], -x)),
+    ),
     "into a list that is counted": (Counted, "layers.1", lambda m: m.layers.append(frozen(8, 8))),
-}
+}  # fmt: skip
 
 
 @hostile(over=INSERTED)
@@ -348,8 +352,7 @@ FORWARDS = {
         at_the_class("early", "by", property(lambda self: 3.0)),
     ),
     "a call operator": (
-        call_operator,
-        at_the_class("early", "__call__", lambda self, x: -nn.Linear.__call__(self, x)),
+        call_operator, at_the_class("early", "__call__", lambda m, x: -nn.Linear.__call__(m, x)),
     ),
     "an attribute of a base class": (derived, lambda m: setattr(Base, "factor", 2.0)),
 }  # fmt: skip

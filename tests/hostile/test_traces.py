@@ -131,9 +131,7 @@ def noting(layer, h):
 
 
 MOVING = {
-    "an average before the front": (
-        lambda: with_average(following_first), "writes to the parameter 'second"
-    ),
+    "an average before the front": (lambda: with_average(following_first), "the parameter 'second"),
     "what the front reads": (
         lambda: headed(lambda m, h: shrinking(m.early, h)), "writes to the parameter 'early.weight'"
     ),
@@ -205,9 +203,7 @@ def test_what_a_forward_says_is_said_once_a_step(run):
 
 FRONTS = {
     "draws to no effect": lambda: net(front=idle),
-    "notes the time": lambda: net(
-        front=lambda m, x: TALLY.update(at=time.perf_counter()) or Net.front(m, x)
-    ),
+    "the time": lambda: net(front=lambda m, x: TALLY.update(at=time.time()) or Net.front(m, x)),
     "asks a function that remembers": lambda: net(
         front=lambda m, x: Net.front(m, x * positions(len(x)))
     ),

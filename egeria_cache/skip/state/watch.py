@@ -107,7 +107,7 @@ class Layout:
         for name, module in modules:
             self._add_module(name, module)
         for name, module, keys in around:
-            self._add_around(name, module, {*keys})
+            self._add_around(name, module, {*keys, "forward"} if name else {*keys})
         self._add_code()
         kinds = {type(module) for _, module, *_ in (*modules, *around)}
         for kind, key in product(kinds, ("forward", "__call__")):
