@@ -360,7 +360,8 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         elif value is None or isinstance(value, type):
             return
         else:
-            inner = getattr(value, "__wrapped__", None)
+            # Not by a `__getattr__` of its own, which may raise anything.
+            inner = value.__wrapped__ if "__wrapped__" in dir(value) else None
             if isinstance(value, functools.singledispatchmethod):
                 inner = value.dispatcher
             value = inner if inner is not None else vars(type(value)).get("__call__")

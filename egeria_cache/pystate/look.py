@@ -168,7 +168,8 @@ class Portrait(Snapshot):
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         within = self._within_reach.get(id(value), False)
         self._paths[id(value)] = path
-        self._scope = getattr(value, "__globals__", None)
+        is_code = isinstance(value, types.FunctionType | types.MethodType)
+        self._scope = value.__globals__ if is_code else None
         is_data = type(value) in _DATA
         self._keeps = not (self._is_thorough or (not is_data and holds_threads(value)))
         is_object = not (is_data or isinstance(value, _NO_OBJECTS))
@@ -189,7 +190,6 @@ class Portrait(Snapshot):
             return
         if not ends(value):
             below += super()._look(path, value)
-        is_code = isinstance(value, types.FunctionType | types.MethodType)
         is_within = is_code or (within and not is_set)
         self._within_reach.setdefault(id(type(value)), is_within)
         if id(value) in self._made_anew:

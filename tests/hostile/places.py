@@ -45,6 +45,12 @@ class Single:
         return cls.only
 
 
+class Words(dict):
+    """A table whose keys are attributes, as people write it: what is not there is a `KeyError`."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Local(threading.local):
     scale = 1.0
 
@@ -166,7 +172,7 @@ REPLACED = {
 }
 HELD = {
     "a list": (lambda k: [k], first, set_first),
-    "a table": (lambda k: {"a": k}, lambda at: at["a"], lambda at, k: at.update(a=k)),
+    "a table": (lambda k: Words(scale=k), scale, lambda at, k: at.update(scale=k)),
     "the key of a table": (
         lambda k: {k: None}, lambda at: next(iter(at)),
         lambda at, k: at.update({k: at.popitem()[1]}),

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset
 from tests.hostile.harness import cross_entropy, hostile
 from tests.hostile.loops import one_ahead, trained
 from tests.hostile.nets import Collate, Net, Pairs, Scale, inputs, labels, made, net, rows, seeded
-from tests.hostile.places import COUNTERS
+from tests.hostile.places import COUNTERS, Words
 
 
 def changing(run, dataset, change, *, at=1, model=None, **kwargs):
@@ -68,11 +68,11 @@ def keeping():
 
 
 def reading_outside():
-    """Return a data set whose strength is in a shared object."""
-    shared = {"strength": 1.0}
+    """Return a data set with a strength in a shared object, of one sample that is seldom asked."""
+    shared = Words(strength=1.0)
     return made(
-        lambda data, i: (data.x[i] * data.read(), data.y[i]), shared=shared,
-        read=lambda: shared["strength"],
+        lambda data, i: (data.x[i] * (data.read() if i == 101 else 1), data.y[i]), 200,
+        shared=shared, read=lambda: shared.strength,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ DATA = {
         lambda d: setattr(d.datasets[1].transform, "factor", 2),
     ),
     "kept and cleared": (keeping, cleared),
-    "a strength in a shared dict": (reading_outside, lambda d: d.shared.update(strength=2.0)),
+    "a strength in a shared table": (reading_outside, lambda d: d.shared.update(strength=2.0)),
     "class swapped": (Pairs, lambda d: setattr(d, "__class__", Flipped)),
     "code patched": (
         lambda: made(Pairs.__getitem__),
