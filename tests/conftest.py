@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -22,6 +23,9 @@ torch.set_num_threads(1)
 
 # Tests train for a few batches, and are to see them served all the same.
 os.environ.setdefault("EGERIA_POSTPONE", "0")
+
+# From Python 3.14 on workers are no longer forked, and have to be sent what tests make on the spot.
+multiprocessing.set_start_method("fork")
 
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("egeria", deadline=None)

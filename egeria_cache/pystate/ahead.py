@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.pystate.copier import ITERATORS, iterator_copy, start_of
-from egeria_cache.pystate.foreign import ATOMS
+from egeria_cache.pystate.foreign import ATOMS, is_iterator, iterator_copy, start_of
 
 
 def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
@@ -79,7 +78,7 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
     if kind is itertools.count:
         start, *step = start_of(twice)
         return itertools.count(start + by, *step) if repr(once) != repr(twice) else None
-    if kind in ITERATORS:
+    if is_iterator(kind):
         further = iterator_copy(twice)
         deque(itertools.islice(further, by), maxlen=0)
         return further

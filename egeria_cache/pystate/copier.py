@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 import random
 import threading
 import types
-import warnings
 import weakref
-from ast import literal_eval
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -35,6 +32,7 @@ from egeria_cache.pystate.foreign import (
     StandIn,
     is_compiled,
     is_foreign,
+    iterator_copy,
     leads_out,
     own_dict,
     slot_names,
@@ -396,40 +394,6 @@ class Copier:
             found = own.get(name)
             if found is not None and _is_ours(found) and id(found) not in self.pairs:
                 self(found) if isinstance(found, StandIn) else self._object(found)
-
-
-ITERATORS = frozenset(
-    {itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0)))}
-)
-"""Those that can be copied where they stand."""
-
-
-def iterator_copy(value: Any, of: Callable[[Any], Any] = lambda part: part) -> Any:
-    """Return a copy of an iterator of Python's own, as it stands, or itself if there is none.
-
-    What it goes through is what `of` gives for it.
-    """
-    kind = type(value)
-    if not hasattr(kind, "__next__") or kind.__module__ not in ("builtins", "itertools"):
-        return value
-    if kind is itertools.count:
-        return itertools.count(*start_of(value))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            make, args, *state = value.__reduce__()
-            new = make(*map(of, args))
-            if state:
-                new.__setstate__(of(state[0]))
-    except (TypeError, AttributeError):  # those of the newest Pythons cannot be
-        return value
-    return new
-
-
-def start_of(count: itertools.count[Any]) -> tuple[Any, ...]:
-    """Return the next number that it gives, and the step."""
-    found = literal_eval(repr(count)[len("count") :])
-    return found if isinstance(found, tuple) else (found,)
 
 
 def _is_ours(func: Any) -> bool:

@@ -8,15 +8,17 @@ import ctypes
 import enum
 import gc
 import io
+import itertools
 import logging
 import mmap
 import random
 import sys
 import threading
+import types
 import warnings
+from ast import literal_eval
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import chain
 from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -173,6 +175,60 @@ def _has_finaliser(cls: type) -> bool:
     return any("__del__" in vars(base) for base in cls.__mro__)
 
 
+@once_per_class
+def is_iterator(kind: type) -> bool:
+    """Whether it is a kind of iterators of Python's own."""
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+
+
+def iterator_copy(value: Any, of: Callable[[Any], Any] | None = None) -> Any:
+    """Return a copy of an iterator of Python's own, as it stands, or itself if there is none.
+
+    What it goes through is what `of` gives for it: copies of iterators, if nothing is said.
+    """
+    kind, of = type(value), of or _part_copy
+    if not is_iterator(kind) or kind is _CALLS:
+        return value
+    if kind is itertools.count:
+        return itertools.count(*start_of(value))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make, args, *state = value.__reduce__()
+            new = make(*map(of, args))
+            if state:
+                new.__setstate__(of(state[0]))
+    except (TypeError, AttributeError):  # those of the newest Pythons cannot be
+        return value
+    return new
+
+
+def _part_copy(part: Any) -> Any:
+    if isinstance(part, tuple):  # a state
+        return tuple(list(one) if type(one) is list else _part_copy(one) for one in part)
+    if runs_out(part):
+        raise TypeError
+    return iterator_copy(part)
+
+
+def runs_out(value: Any) -> bool:
+    """Whether it is an iterator of Python's own that still gives something, and nobody can copy it:
+    a generator, and from Python 3.14 on most of `itertools`.
+    """
+    is_ended = isinstance(value, types.GeneratorType) and value.gi_frame is None
+    return is_iterator(type(value)) and not is_ended and iterator_copy(value) is value
+
+
+_CALLS = type(iter(int, 1))
+"""Of a function that is called until it gives something."""
+
+
+def start_of(count: itertools.count[Any]) -> tuple[Any, ...]:
+    """Return the next number that it gives, and the step."""
+    found = literal_eval(repr(count)[len("count") :])
+    return found if isinstance(found, tuple) else (found,)
+
+
 def is_outside(value: Any) -> bool:
     """Whether what code does to an object is not done to its attributes: iterators, memory made in
     C, what belongs to a thread, files, connections. A dry run uses a copy of it, or none.
@@ -297,7 +353,7 @@ def is_training(value: Any) -> bool:
         return False
     held = own_attributes(value).values()
     lists = [part for part in held if type(part) in (list, tuple)]
-    return any(map(_is_one_of_training, chain(held, *lists)))
+    return any(map(_is_one_of_training, itertools.chain(held, *lists)))
 
 
 def _is_one_of_training(value: Any) -> bool:

@@ -27,7 +27,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home
 from egeria_cache.pystate.ahead import ahead, same_content
 from egeria_cache.pystate.bytecode import globals_of, is_installed_code
-from egeria_cache.pystate.copier import ITERATORS, Copier, iterator_copy
+from egeria_cache.pystate.copier import Copier
 from egeria_cache.pystate.foreign import (
     ATOMS,
     MEMORY,
@@ -35,10 +35,12 @@ from egeria_cache.pystate.foreign import (
     StandIn,
     is_beyond,
     is_frozen,
+    is_iterator,
     is_library,
     is_opaque,
     is_training,
     is_users,
+    iterator_copy,
     leads_out,
     own_dict,
     slots_of,
@@ -208,9 +210,9 @@ class Snapshot:
 
     @property
     def used_up(self) -> str | None:
-        """Name a generator that runs: nobody can put it back."""
+        """Name an iterator that `runs_out`: nobody can put it back."""
         both = zip(self.places, self._kept, strict=True)
-        return next((place.path for place, kept in both if type(kept) is types.GeneratorType), None)
+        return next((place.path for place, kept in both if isinstance(kept, Iterator)), None)
 
     def put_back(self, *, copies: bool = False) -> None:
         """Have them be like that again; as often as need be.
@@ -282,7 +284,7 @@ class Snapshot:
         values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
         kinds = frozenset(map(type, values))
         is_reached = place.is_reached and not (self._reach.follows_code or kinds <= ATOMS)
-        if not is_reached and ITERATORS.isdisjoint(kinds):
+        if not is_reached and not any(map(is_iterator, kinds)):
             return kept
         if isinstance(kept, list):
             return [_lent("[...]", value, is_reached) for value in kept]

@@ -379,7 +379,7 @@ class LoaderSource:
         with self.samples.out_of_turn() as kept:
             if kept.used_up:
                 return (
-                    f"{kept.used_up!r} is a generator, which loading once more would use up; hold "
+                    f"{kept.used_up!r} is an iterator, which loading once more would use up; hold "
                     "what it gives in a list"
                 )
         ends = sorted({0, batch.size - 1})

@@ -8,7 +8,7 @@ import os
 import types
 import weakref
 from functools import partial
-from itertools import cycle
+from itertools import chain, count, cycle
 
 import numpy as np
 import pytest
@@ -397,6 +397,10 @@ def test_what_counts_loads_in_any_way_and_decides_nothing_is_served(run, kind):
 NUMBERS = {
     "a generator that runs": lambda: (1.0 + (i >= 48) for i in range(1000)),
     "in turns": lambda: cycle([1.0, 1.5]),
+    "mapped": lambda: map(float, cycle([1.0, 1.5])),
+    "chained": lambda: chain([1.0] * 48, [2.0] * 2000),
+    "beside a generator": lambda: map(max, [1.0] * 999, (i / 99 for i in count())),
+    "called for": lambda: iter([1.0 + i / 99 for i in range(999)].pop, None),
 }
 
 
