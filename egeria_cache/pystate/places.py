@@ -119,9 +119,9 @@ class Attributes(Named):
         return held
 
     def write(self, where: Any, kept: dict[str, Any]) -> None:
-        """Have it hold that; a module that is held meanwhile stays in inference mode."""
-        if isinstance(where, nn.Module) and "train" in where.__dict__:
-            kept = {name: part for name, part in kept.items() if name != "training"}
+        """Have it hold that; a module that is held meanwhile, or was, stays in its mode."""
+        if isinstance(where, nn.Module) and ("train" in vars(where) or "training" not in kept):
+            kept = kept | {"training": where.training}
         super().write(where, kept)
 
     def put(self, where: Any, name: str, part: Any) -> None:

@@ -406,8 +406,14 @@ def test_a_model_without_parameters_behind_the_boundary_passes(run):
     run.see(scale)
 
 
-@hostile
-def test_a_hook_within_the_front_whose_leaf_requires_grad(run):
+HOOKS = {
+    "whose leaf requires a gradient": lambda own: lambda m, a, out: out.detach().requires_grad_(),
+    "that asks for the mode": lambda own: lambda *_: None if own.training else None,
+}
+
+
+@hostile(over=HOOKS)
+def test_a_hook_within_the_front(run, hook):
     model = Net()
-    model.early.register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
-    trained(run, model=model)
+    model.early.register_forward_hook(hook(model.early))
+    trained(run, model=model, each_epoch=lambda m, _: run.see(m.eval()(inputs(8))))
