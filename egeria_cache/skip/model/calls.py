@@ -271,6 +271,12 @@ class ForwardSlot(StandIn):
         """What is beneath; trainers look at its signature."""
         return self.of_class if self.before is None else self.before
 
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what is beneath; compilers make a bound method again by its name, and find us."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
     def take_out(self) -> None:
         """Put back what was there; where someone else has taken the place since, it stays."""
         top = self.module.__dict__.get(self.name)
@@ -317,14 +323,14 @@ class AttachedForward(ForwardSlot):
         if torch.compiler.is_compiling():
             if not torch.compiler.is_exporting():  # what is exported is another program
                 _report(self._number)
-            return self.__wrapped__(*args, **kwargs)
+            return self.plain(*args, **kwargs)
         if torch._C._is_tracing():  # TensorBoard's `add_graph`: every value would be noted
-            return self.__wrapped__(*_traced(args), **_traced(kwargs))
+            return self.plain(*_traced(args), **_traced(kwargs))
         if callable(_compiler_of_frames()):
             # The whole model is being compiled, and its graph broke here: go on with plain tensors.
             _report(self._number)
             plain = torch.compiler.disable(unwrap)  # what loads samples is not to be compiled
-            return self.__wrapped__(*plain(args), **plain(kwargs))
+            return self.plain(*plain(args), **plain(kwargs))
         caller = sys._getframe(1).f_locals.get("self")
         is_other = isinstance(caller, nn.Module) and caller is not self.module
         if is_other and caller.__dict__.get(self.name) is self and self.before is None:
@@ -337,10 +343,6 @@ class AttachedForward(ForwardSlot):
         if name not in _OF_FUNCTIONS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__wrapped__, name)
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
-        return self.__wrapped__(*args, **kwargs)
 
     def attach(self) -> Callable[..., Any]:
         """Take the place of the model's method, and return it."""
@@ -419,7 +421,7 @@ class AroundForward(ForwardSlot):
         """Run the module; a compiler that traces us sees the plain forward."""
         flags = self.module.__dict__
         if torch.compiler.is_compiling() or not self.boundaries or not flags["training"]:
-            return self.__wrapped__(*args, **kwargs)
+            return self.plain(*args, **kwargs)
         pending = {id(boundary): boundary for boundary in self.boundaries}
 
         def leave(module: nn.Module, original: Handler, *args: Any, **kwargs: Any) -> Any:
@@ -433,7 +435,7 @@ class AroundForward(ForwardSlot):
         try:
             flags["training"] = False
             with intercept(self.boundaries, leave):
-                return self.__wrapped__(*args, **kwargs)
+                return self.plain(*args, **kwargs)
         finally:
             if pending:  # no call before the flag is back: an interrupt is raised at calls
                 flags["training"] = True
