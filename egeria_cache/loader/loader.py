@@ -145,7 +145,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
             check_whole_number("reuse, in epochs, or None for ever,", reuse)
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
-            cache.api.awaits_batches()
+            if "api" in vars(cache):  # else it opens with the first pass
+                cache.api.awaits_batches()
         self.cache = cache
         self.name = name
         self.seed = 0 if seed is None and cache is not None else seed
