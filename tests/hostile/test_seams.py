@@ -362,7 +362,9 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
 
 # ---- what stands behind the boundary, and is read before it --------------------------------------
 
+KNOWN = {}
 BEHIND = {
+    "by a global": (lambda m: KNOWN["model"].scale, lambda m: setattr(m, "scale", 2.0)),
     "a number": (lambda m: m.head.scale, lambda m: setattr(m.head, "scale", 2.0)),
     "a table": (lambda m: m.late.table["scale"], lambda m: m.late.table.update(scale=2.0)),
     "a mode": (lambda m: 1 + m.late.training, lambda m: m.late.eval()),
@@ -377,7 +379,7 @@ BEHIND = {
 
 @hostile(over=BEHIND)
 def test_what_is_read_of_modules_behind_the_boundary(run, read, change):
-    model = net(front=lambda m, x: Net.front(m, x * read(m)), a=None)
+    KNOWN["model"] = model = net(front=lambda m, x: Net.front(m, x * read(m)), a=None, scale=1.0)
     model.head.scale, model.late.table = 1.0, {"scale": 1.0}
     model.kept = [nn.Linear(1, 1).requires_grad_(False)]
 

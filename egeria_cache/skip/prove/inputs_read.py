@@ -52,6 +52,8 @@ class Observed:
     """Tensors, and random draws; None if the prefix is compiled."""
     noted: set[tuple[int, str]]
     """(id of a module that is not skipped or of an object that modules hold, attribute)."""
+    really: set[tuple[int, str]]
+    """The same of the model itself, where a global leads to it and not to the copy that ran."""
     held: dict[int, set[str]]
     """Id of such an object -> what the modules' code names of it."""
     others: list[nn.Module]
@@ -72,19 +74,21 @@ def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     copied = traced.copies.fresh()
     pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
-    held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)
+    models = [(id(module), module) for module, copy in pairs if copy is not module]
+    held, trace = _held(traced, copied), _trace(traced, copied)
+    noted, really = set[tuple[int, str]](), set[tuple[int, str]]()
     copies += [(owner, copy) for owner, (copy, _) in held.items()]
-    with Attempt() as tried, _noting(copies, noted):
+    with Attempt() as tried, _noting(copies, noted), _noting(models, really):
         recompute(traced, rows, trace=trace, copied=copied)
     if tried.error is None:
         names = {owner: names for owner, (_, names) in held.items()}
-        return Observed(trace, noted, names, _others(traced, noted))
+        return Observed(trace, noted | really, really, names, _others(traced, noted | really))
     # Its code may ask for its own class: all that there is counts.
     copied = traced.copies.fresh()
     trace = _trace(traced, copied)
     recompute(traced, rows, trace=trace, copied=copied)
     noted = {(id(module), key) for module in traced.ancestors for key in vars(module)}
-    return Observed(trace, noted, {}, [])
+    return Observed(trace, noted, set(), {}, [])
 
 
 def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:

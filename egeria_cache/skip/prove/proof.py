@@ -106,7 +106,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     _check_draws(plan, trace)
     note_reads(plan, seen, repeats.moving)
     if trace is not None and not trace.branches:  # where a value decides, others might read them
-        plan.attributes -= free_attributes(traced, plan)
+        plan.attributes -= free_attributes(traced, plan) - seen.really
     plan.free = free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
