@@ -556,34 +556,32 @@ def batch_tensors(tree: Any) -> list[BatchTensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, BatchTensor) and leaf.intact]
 
 
-_LOCAL = threading.local()
+class _Local(threading.local):
+    lost: str | None = None
+    has_none: str | None = None
+
+
+_LOCAL = _Local()
 
 
 def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
     """Note that `func` took a leaf of a batch and gave an ordinary tensor."""
     parts = result if isinstance(result, tuple | list) else (result,)
-    if _seen("lost") is None and any(isinstance(part, Tensor) for part in parts):
+    if _LOCAL.lost is None and any(isinstance(part, Tensor) for part in parts):
         name = getattr(func, "__name__", str(func))
         _LOCAL.lost = f"the rows were lost in {name!r} of {leaf or 'the batch'}"
 
 
-def forget_lost(constants: Mapping[str, Any] = MappingProxyType({}), size: int = 0) -> None:
-    """Another batch is given out in this thread, of so many samples, with leaves without rows."""
+def forget_lost(constants: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Another batch is given out in this thread, with leaves without rows."""
     _LOCAL.lost = _LOCAL.has_none = None
     for path, leaf in constants.items():
         if isinstance(leaf, Tensor):
-            _LOCAL.has_none = (
-                f"the batch's leaf {path!r} is no ordinary tensor with a row of each of its "
-                f"{size} samples; stack them in the collate_fn"
-            )
+            why = "is no ordinary tensor with rows of samples; stack samples in the collate_fn"
+            _LOCAL.has_none = f"the batch's leaf {path!r} {why}"
             return
 
 
 def lost_by() -> str | None:
     """Say where the rows of the last batch were lost, or why it has none; None if they were not."""
-    return _seen("lost") or _seen("has_none")
-
-
-def _seen(name: str) -> str | None:
-    found: str | None = getattr(_LOCAL, name, None)
-    return found
+    return _LOCAL.lost or _LOCAL.has_none

@@ -360,7 +360,7 @@ class Assembly:
             if isinstance(leaf, Tensor) and not (is_read and path in rows):
                 padding = None if lengths is None else lengths.padding
                 metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
-        forget_lost(constants, size)
+        forget_lost(constants)
         age = source.fingerprint.age
         if entry is not None and self.cache is not None:
             entry.is_given, count = True, self.cache.counters.batch

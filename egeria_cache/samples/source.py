@@ -369,7 +369,8 @@ class LoaderSource:
         alone = self.collate is not default_collate
         for path, leaf in batch.leaves.items():
             if not is_rows(leaf, batch.size) and (not alone or not _is_lasting(leaf)):
-                return f"leaf {path or 'of the batch'!r} is no ordinary tensor with rows of samples"
+                why = "is no ordinary tensor with rows of samples; stack them in the collate_fn"
+                return f"leaf {path or 'of the batch'!r} {why}"
         shapes = tuple(row.shape for row in batch.context.metas.values())
         # What was loaded before the boundary was set has a proof of its own: it was not seeded for
         # a sample that reads torch's seed without drawing.

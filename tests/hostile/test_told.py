@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.hostile.harness import Run, cross_entropy, hostile, judge
-from tests.hostile.loops import ce, trained
+from tests.hostile.loops import trained
 from tests.hostile.nets import Net, made, net, rows, seeded
 
 
@@ -117,6 +117,10 @@ IN_LISTS = {
         {"collate_fn": lambda batch: tuple(zip(*batch, strict=True))},
         lambda m, b: F.cross_entropy(m(torch.stack(b[0])), torch.stack(b[1])),
     ),
+    "nested": (
+        {"collate_fn": lambda b: [torch.nested.nested_tensor([*x]) for x in zip(*b, strict=True)]},
+        lambda m, b: F.cross_entropy(m(torch.stack(b[0].unbind())), torch.stack(b[1].unbind())),
+    ),
     "each by itself": (
         {"collate_fn": lambda batch: list(zip(*batch, strict=True))},
         lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) for x, y in zip(*b, strict=True)),
@@ -129,18 +133,9 @@ IN_LISTS = {
 
 
 @hostile(over=IN_LISTS, told="in the collate_fn")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_batches_without_rows_are_told_as_such(run, options, loss):
     trained(run, loss, **options)
-
-
-@hostile(told="is no ordinary tensor with")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_told_as_such(run):
-    def collate(batch):
-        x, y = zip(*batch, strict=True)
-        return torch.nested.nested_tensor([*x]), torch.stack(y)
-
-    trained(run, lambda m, b: ce(m, torch.stack(b[0].unbind()), b[1]), collate_fn=collate)
 
 
 @hostile

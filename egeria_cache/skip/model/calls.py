@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from types import MethodType
 from typing import Any
 
 import torch
@@ -263,8 +262,7 @@ class ForwardSlot(StandIn):
     @property
     def of_class(self) -> Callable[..., Any]:
         """The method of the module's class, which may be another one by now."""
-        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
-        return method
+        return getattr(type(self.module), self.name).__get__(self.module)  # type: ignore[no-any-return]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -335,7 +333,7 @@ class AttachedForward(ForwardSlot):
         is_other = isinstance(caller, nn.Module) and caller is not self.module
         if is_other and caller.__dict__.get(self.name) is self and self.before is None:
             # A shallow copy: its parts are its own.
-            return MethodType(getattr(type(caller), self.name), caller)(*args, **kwargs)
+            return getattr(type(caller), self.name)(caller, *args, **kwargs)
         return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

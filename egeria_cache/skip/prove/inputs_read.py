@@ -74,9 +74,8 @@ def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     copied = traced.copies.fresh()
     pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
-    models = [(id(module), module) for module, copy in pairs if copy is not module]
-    held, trace = _held(traced, copied), _trace(traced, copied)
-    noted, really = set[tuple[int, str]](), set[tuple[int, str]]()
+    models, really = [(id(m), m) for m, copy in pairs if copy is not m], set[tuple[int, str]]()
+    held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)
     copies += [(owner, copy) for owner, (copy, _) in held.items()]
     with Attempt() as tried, _noting(copies, noted), _noting(models, really):
         recompute(traced, rows, trace=trace, copied=copied)

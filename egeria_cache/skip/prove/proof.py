@@ -324,7 +324,8 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
     ahead, again = [later(0)], moved()
     known = traced.counted
     past = {one.mark for one in known if one.mark in again and again[one.mark].is_past(one)}
-    less = [one for one in known if one.mark in past and not _is_replayed(one)]
+    whole = {m.mark for m in known if m.replayed and same_content(m.twice, m.replayed.twice)}
+    less = [one for one in known if one.mark in past - whole]
     if less:
         copied = traced.copies.fresh()
         later()
@@ -342,11 +343,6 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
     if not all(same_parts(plan, now, one) for one in ahead):
         raise BoundaryError.decides_later(plan.boundary, known[0].name)
     return {one.mark: one.where for one in traced.counted}
-
-
-def _is_replayed(one: Moved) -> bool:
-    """Whether a hit moves as much of it as the plain run."""
-    return one.replayed is not None and same_content(one.twice, one.replayed.twice)
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
