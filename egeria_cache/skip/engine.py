@@ -359,7 +359,7 @@ class SkipEngine:
         if top is None or top is self._attached.before:
             self._attached.attach()
             self.is_aside = False
-        elif self.is_aside or top == self._attached.of_class:
+        elif self.is_aside or top == self._attached.__wrapped__:
             self.attach()  # on top of who has taken the place meanwhile
 
     def look_out(self) -> None:

@@ -125,6 +125,11 @@ def tallying(layer, h):
     return h
 
 
+def leaving(layer, h):
+    layer.last = float(h.detach().mean())
+    return h
+
+
 def noting(layer, h):
     TALLY["seen"].append(len(h))
     return h
@@ -142,6 +147,7 @@ MOVING = {
     ),
     "an optimizer": (Probing, "steps an optimizer (Adam)"),
     "a count that decides later": (lambda: net(front=turning), "with every call, and decides"),
+    "a number that it leaves": (lambda: layered(leaving), "'early.last' is what the prefix leaves"),
     "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
     "a list that the head fills, too": (
         lambda: headed(noting, early=layered(noting).early), "a list outside of the model moves"
@@ -156,8 +162,8 @@ def test_weights_that_a_front_moves_are_refused_by_name(kind):
 
     def script(run):
         TALLY.update(calls=0, seen=[])
-        trained(run, model=make())
-        run.see(len(TALLY["seen"]))
+        left = getattr(trained(run, model=make()).early, "last", 0.0)
+        run.see((left, len(TALLY["seen"])))
 
     judge(script, told=why)
 

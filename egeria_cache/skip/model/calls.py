@@ -260,14 +260,10 @@ class ForwardSlot(StandIn):
         self.before: Callable[..., Any] | None = module.__dict__.get(name)
 
     @property
-    def of_class(self) -> Callable[..., Any]:
-        """The method of the module's class, which may be another one by now."""
-        return getattr(type(self.module), self.name).__get__(self.module)  # type: ignore[no-any-return]
-
-    @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What is beneath; trainers look at its signature."""
-        return self.of_class if self.before is None else self.before
+        """What is beneath, as the module's class has it by now; trainers look at its signature."""
+        own: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        return own if self.before is None else self.before
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run what is beneath; compilers make a bound method again by its name, and find us."""

@@ -17,6 +17,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, Names, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
+from egeria_cache.skip.state.hooks import has_user_hooks
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
 _MAX_DEPTH = 12
@@ -55,10 +56,19 @@ class Repeats:
         later = self._held()
         left = self._changes(again, later, new_keys=False)
         self._left = [pair for pair, holds in left if holds]
+        self._told = [] if len(left) == len(self._left) else self._told_of_a_batch()
         moving = chain(self._counting, self._changes(again, later))
         self.moving = list(dict.fromkeys(pair for pair, _ in moving))
         """What calls after the first move; what that one has left is a memo."""
         traced.common = copied
+
+    def _told_of_a_batch(self) -> list[tuple[nn.Module, str]]:
+        """Return what other rows, of the same number, leave behind otherwise."""
+        held, num = list[_Held](), min(len(self.first.rows), len(self.last.rows))
+        for rows in (self.first.rows[:num], self.last.rows[:num]):
+            recompute(self._traced, rows, copied=self.copied)
+            held.append(self._held())
+        return [pair for pair, _ in self._changes(*held)]
 
     def check(self, plan: ReplayPlan) -> None:
         """Raise if what a hit skips would have changed something.
@@ -71,15 +81,12 @@ class Repeats:
         for (module, key), tensors in self._counting:
             if id(module) in skipped or (id(module) in around and tensors):
                 raise self._impure(module, key, "moves with every call of the prefix")
-        for module, key in self._left:
-            if id(module) not in skipped | around:
-                continue
-            if key in module._buffers:
-                raise self._impure(module, key, "is written to by the prefix")
-            raise self._impure(
-                module, key, "is a tensor that the prefix leaves behind, which would be that of "
-                "another batch when the prefix is skipped",
-            )  # fmt: skip
+        left = [pair for pair in self._left if id(pair[0]) in skipped | around]
+        # Hooks are called on hits, too, and may leave what they like.
+        left += ((m, key) for m, key in self._told if id(m) in skipped and not has_user_hooks(m))
+        for module, key in left:
+            how = "is what the prefix leaves behind: on a hit it would be that of another batch"
+            raise self._impure(module, key, how)
 
     def check_outside(self) -> None:
         """Nothing outside of the model may move with each run of the prefix, if it is no count."""
