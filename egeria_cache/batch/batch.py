@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from egeria_cache.batch.padding import Lengths
 from egeria_cache.batch.seeds import SampleId
@@ -34,7 +35,7 @@ Rows = Tensor | list[Any] | tuple[Any, ...]
 
 Leaf = Any
 _SCALARS = (str, bytes, int, float, bool, type(None))
-_NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, nn.Module)
+_NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, nn.Module, Dataset)
 _MAX_DEPTH = 8
 
 
@@ -452,7 +453,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
         return lambda values: _with(
             tuple.__new__(kind, [item(values) for item in items]), inside, values
         )
-    if _holds_tensors(node, around):
+    if _holds_tensors(node, len(around), set()):
         inside = _attributes(node, path, walk, around)
         return lambda values: _with(_make(kind), inside, values)
     leaves[path] = node
@@ -461,8 +462,7 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
 
 def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
     """Return how to build each attribute; what holds no tensor is the same in every batch."""
-    own = own_attributes(node).items()
-    return {name: _walk(value, f"{path}.{name}", walk, around) for name, value in own}
+    return {k: _walk(v, f"{path}.{k}", walk, around) for k, v in own_attributes(node).items()}
 
 
 def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:
@@ -482,10 +482,14 @@ def _make(kind: type) -> Any:
     return object.__new__(kind)
 
 
-def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
-    """Whether it is an object whose attributes, or what is inside them, are tensors."""
-    if isinstance(node, _NO_BATCH) or len(around) > _MAX_DEPTH:
+def _holds_tensors(node: Any, depth: int, seen: set[int]) -> bool:
+    """Whether it is an object whose attributes, or what is inside them, are tensors.
+
+    Each is `seen` once: a logger leads to all others, by way of each of them.
+    """
+    if isinstance(node, _NO_BATCH) or depth > _MAX_DEPTH or id(node) in seen:
         return False
+    seen.add(id(node))
     try:
         _make(type(node))
     except TypeError:
@@ -493,7 +497,7 @@ def _holds_tensors(node: Any, around: tuple[int, ...]) -> bool:
     for value in own_attributes(node).values():
         inner = value.values() if isinstance(value, dict) else value
         inner = inner if isinstance(inner, list | tuple | ValuesView) else (value,)
-        if any(isinstance(one, Tensor) or _holds_tensors(one, (*around, 0)) for one in inner):
+        if any(isinstance(one, Tensor) or _holds_tensors(one, depth + 1, seen) for one in inner):
             return True
     return False
 

@@ -229,7 +229,8 @@ class LoaderSource:
             return False
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
         tries = ([n + ahead for n in task.draws] for ahead in range(_TRIED_DRAWS + 1))
-        once, *others = (self._leaves_of(task._replace(draws=draws)) for draws in tries)
+        loaded = (self.load(task._replace(draws=draws)) for draws in tries)
+        once, *others = (flatten(data, len(task.ids))[1] for data in loaded)
         pairs = ((path, leaf, one.get(path)) for one in others for path, leaf in once.items())
         moved = {path for path, leaf, again in pairs if not same_values(leaf, again)}
         return bool(moved) and moved.isdisjoint(read)
@@ -244,9 +245,6 @@ class LoaderSource:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
         return None if is_known else RESTLESS
-
-    def _leaves_of(self, task: Task) -> dict[str, Any]:
-        return flatten(self.load(task), len(task.ids))[1]
 
     def unsettle(self) -> None:
         """A draw has changed what the front reads after all."""

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import logging
 import pickle
 import types
 import warnings
@@ -306,6 +307,8 @@ def first_two(m, b):
     return ce(m, b[0], b[1])
 
 
+LEADS = types.SimpleNamespace(log=logging.getLogger("egeria"), data=rows())
+"""To all other loggers, and to other samples."""
 COLLATES = {
     "a buffer": (Buffered, first_two),
     "one dict": (shell, shell_loss),
@@ -316,6 +319,7 @@ COLLATES = {
             ("weights by place", weighted, weighted_loss),
             ("an array", lambda x, y: (x, y, np.arange(1.0, 1 + len(y))), array_loss),
             ("a list", lambda x, y: (x, y, []), list_loss),
+            ("an object that leads on", lambda x, y: (x, y, LEADS), first_two),
             ("one memory twice", lambda x, y: {"x": x, "same": x, "y": y}, shared_loss),
             ("normalised over the batch",
              lambda x, y: ((x - x.mean(0)) / (x.std(0) + 1), y), first_two),
