@@ -211,22 +211,18 @@ def test_a_data_set_that_is_another_in_every_epoch_is_that_of_the_epoch(run, mak
     trained(run, data=data, each_epoch=lambda m, epoch: change(data, m, epoch), epochs=5)
 
 
-@hostile
-@pytest.mark.parametrize("kind", ["grows", "a curriculum"])
-def test_another_data_set_for_each_epoch(run, kind):
-    model, data, optimizer = run.freeze(Net()), Pairs(), None
+ANEW = {
+    "grows": lambda epoch: Subset(Pairs(), [*range(16 + 2 * epoch)]),
+    "a curriculum": lambda epoch: Subset(Pairs(), [*range(8 * (epoch % 3 + 1))]),
+    "other labels": lambda epoch: TensorDataset(inputs(), labels(seed=2 + epoch // 2)),
+}
+
+
+@hostile(over=ANEW, cases=3)
+def test_another_data_set_for_each_epoch(run, data):
+    model, optimizer = run.freeze(Net()), None
     for epoch in range(4):
-        size = 16 + 2 * epoch if kind == "grows" else 8 * (epoch % 3 + 1)
-        loader = run.loader(Subset(data, [*range(size)]))
-        optimizer = run.fit(model, loader, 1, optimizer=optimizer)
-
-
-@hostile
-def test_a_loader_for_other_labels_of_the_same_rows(run):
-    model = run.freeze(Net())
-    one, two = (run.loader(TensorDataset(inputs(), labels(seed=seed))) for seed in (2, 5))
-    optimizer = run.fit(model, one, 2)
-    run.fit(model, two, 2, optimizer=optimizer)
+        optimizer = run.fit(model, run.loader(data(epoch)), 1, optimizer=optimizer)
 
 
 # ---- in mid-pass ------------------------------------------------------------------------------
@@ -455,22 +451,19 @@ class Closing(Pairs):
 
 
 DECIDING_NOTHING = {
-    "what it had last": (lambda: made(remembering, seen=[], last=-1), 0),
-    "the last few samples": (lambda: made(forgetful, kept={}), 0),
-    "a generator for each sample": (lambda: made(by_its_own_generator), 0),
-    "a file that it closes": (Closing, 0),
-    "a ring of memory": (
-        lambda: made(
-            ringed, ring=torch.zeros(8, 6), turn=0, log=[], dice=np.random.default_rng(0)
-        ),
-        0,
+    "what it had last": lambda: made(remembering, seen=[], last=-1),
+    "the last few samples": lambda: made(forgetful, kept={}),
+    "a generator for each sample": lambda: made(by_its_own_generator),
+    "a file that it closes": Closing,
+    "a ring of memory": lambda: made(
+        ringed, ring=torch.zeros(8, 6), turn=0, log=[], dice=np.random.default_rng(0)
     ),
-}  # fmt: skip
+}
 
 
 @hostile(over=DECIDING_NOTHING, cases=3, silent=True)
-def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make, workers):
-    trained(run, data=make(), num_workers=workers, epochs=4, shuffle=True)
+def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make):
+    trained(run, data=make(), epochs=4, shuffle=True)
 
 
 class Labelled(Pairs):
