@@ -556,25 +556,20 @@ def batch_tensors(tree: Any) -> list[BatchTensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, BatchTensor) and leaf.intact]
 
 
-class _Local(threading.local):
-    lost: str | None = None
-    has_none: str | None = None
-
-
-_LOCAL = _Local()
+_LOCAL = threading.local()
 
 
 def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
     """Note that `func` took a leaf of a batch and gave an ordinary tensor."""
     parts = result if isinstance(result, tuple | list) else (result,)
-    if _LOCAL.lost is None and any(isinstance(part, Tensor) for part in parts):
+    if not hasattr(_LOCAL, "lost") and any(isinstance(part, Tensor) for part in parts):
         name = getattr(func, "__name__", str(func))
         _LOCAL.lost = f"the rows were lost in {name!r} of {leaf or 'the batch'}"
 
 
 def forget_lost(constants: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Another batch is given out in this thread, with leaves without rows."""
-    _LOCAL.lost = _LOCAL.has_none = None
+    vars(_LOCAL).clear()
     for path, leaf in constants.items():
         if isinstance(leaf, Tensor):
             why = "is no ordinary tensor with rows of samples; stack samples in the collate_fn"
@@ -584,4 +579,5 @@ def forget_lost(constants: Mapping[str, Any] = MappingProxyType({})) -> None:
 
 def lost_by() -> str | None:
     """Say where the rows of the last batch were lost, or why it has none; None if they were not."""
-    return _LOCAL.lost or _LOCAL.has_none
+    why: str | None = getattr(_LOCAL, "lost", getattr(_LOCAL, "has_none", None))
+    return why

@@ -125,11 +125,6 @@ def tallying(layer, h):
     return h
 
 
-def leaving(layer, h):
-    layer.last = float(h.detach().mean())
-    return h
-
-
 def noting(layer, h):
     TALLY["seen"].append(len(h))
     return h
@@ -147,7 +142,9 @@ MOVING = {
     ),
     "an optimizer": (Probing, "steps an optimizer (Adam)"),
     "a count that decides later": (lambda: net(front=turning), "with every call, and decides"),
-    "a number that it leaves": (lambda: layered(leaving), "'early.last' is what the prefix leaves"),
+    "a number that it leaves": (
+        lambda: layered(lambda m, h: setattr(m, "last", float(h.mean())) or h), "'early.last' is"
+    ),
     "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
     "a list that the head fills, too": (
         lambda: headed(noting, early=layered(noting).early), "a list outside of the model moves"

@@ -130,9 +130,8 @@ class Repeats:
 
     def _impure(self, module: nn.Module, key: str, how: str) -> BoundaryError:
         kind = "buffer" if key in module._buffers else "attribute"
-        return BoundaryError.impure(
-            self._traced.boundary, f"the {kind} {self._name(module, key)!r} {how}"
-        )
+        what = f"the {kind} {self._name(module, key)!r} {how}"
+        return BoundaryError.impure(self._traced.boundary, what)
 
     def _name(self, module: nn.Module, key: str) -> str:
         name = self._traced.names.get(id(module), "")
