@@ -37,6 +37,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever the test before has set."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def _modes_go_without_saying(request: pytest.FixtureRequest) -> Iterator[None]:
     """What inference mode of a front changes is told to users, and by tests that ask for it."""
     logger = logging.getLogger("egeria.modes")

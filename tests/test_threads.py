@@ -11,10 +11,7 @@ from egeria_cache.threads import compute_on_one_core
 
 @pytest.fixture
 def three_threads():
-    before = torch.get_num_threads()
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_new_thread(function):

@@ -150,7 +150,6 @@ def test_a_cell_is_measured_end_to_end(tmp_path):
 
 # The evidence for the harm budget: that its figures are what they are called.
 
-torch.set_num_threads(1)
 TINY = replace(TASKS["mlp-onecycle"], steps=60, batch_size=8)
 
 

@@ -3,7 +3,6 @@ import logging
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.harness import output
 from benchmarks.time_to_accuracy import __main__ as benchmark
@@ -15,11 +14,10 @@ PHASES = ("data", "cut", "forward", "backward", "update", "control", "flush")
 
 @pytest.fixture(autouse=True)
 def as_before():
-    threads, log = torch.get_num_threads(), logging.getLogger("egeria")
+    log = logging.getLogger("egeria")
     level = log.level
     yield
     log.setLevel(level)
-    torch.set_num_threads(threads)
 
 
 def tiny():

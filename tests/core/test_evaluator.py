@@ -37,7 +37,6 @@ from tests.helpers.core_nets import mlp
 DEADLINE_S = 600.0
 """The process has the lowest priority: beside busy ones it may hardly get on."""
 pytestmark = pytest.mark.timeout(1200)
-torch.set_num_threads(1)
 
 
 def wait_for(what: Callable[[], bool], why: str) -> None:

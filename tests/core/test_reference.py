@@ -18,8 +18,6 @@ from egeria_core.reference.tap import first_activation
 from egeria_core.watch import LayerMap
 from tests.helpers.core_nets import FAMILIES, family_batch, mlp
 
-torch.set_num_threads(1)
-
 
 def capture(
     family: str, layer: int, size: int = 8, *, training: bool = True

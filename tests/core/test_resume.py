@@ -27,8 +27,6 @@ from egeria_core.reference.runner import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 from tests.helpers.steps import take_step
 
-torch.set_num_threads(1)
-
 
 class Run:
     """A training run that can be saved and continued in another 'process'."""

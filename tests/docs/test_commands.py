@@ -15,7 +15,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch.distributed.run import parse_args as parse_torchrun
 
 from egeria_cache.inspect import main as cache_inspect
@@ -115,7 +114,6 @@ def test_what_is_listed_here_is_in_the_documents():
 def test_a_command_is_understood(line, monkeypatch):
     if "benchmarks" in line or "examples" in line:
         pytest.importorskip("sklearn")
-    threads = torch.get_num_threads()
     for words in words_of(line):
         if line in NOT_HERE:
             script = next(i for i, word in enumerate(words) if word.startswith("examples/"))
@@ -124,7 +122,6 @@ def test_a_command_is_understood(line, monkeypatch):
             words = ["python", "examples/train.py", *rest]
         if words:
             understand(words, monkeypatch)
-    torch.set_num_threads(threads)
 
 
 # ---- docs/inspect.md -----------------------------------------------------------------------------

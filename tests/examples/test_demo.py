@@ -6,17 +6,15 @@ import signal
 
 import demo
 import pytest
-import torch
 
 FLAGS = ["--quick", "--act", "finetune", "--out"]
 
 
 @pytest.fixture(autouse=True)
-def threads_and_signals():
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+def signals():
+    handler = signal.getsignal(signal.SIGTERM)
     yield
     logging.getLogger("egeria.modes").setLevel(logging.NOTSET)
-    torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, handler)
 
 

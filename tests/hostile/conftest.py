@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from egeria_cache.gate import policy
 from tests.hostile.known import KNOWN
@@ -11,14 +10,8 @@ from tests.hostile.known import KNOWN
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """A network of a few thousand numbers is slowed by a second thread, and its epochs are so short
-    that an audit takes more than its share of them.
-    """
+    """Epochs are so short that an audit takes more than its share of them."""
     monkeypatch.setattr(policy, "MAX_COST", math.inf)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

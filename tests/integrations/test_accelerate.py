@@ -11,6 +11,7 @@ from accelerate import DataLoaderConfiguration
 
 from egeria_cache import EgeriaLoader
 from tests.helpers.accelerated import in_processes, one_epoch, train, train_as
+from tests.loader.test_loader import Augmented
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
 CONFIGS = {
@@ -186,17 +187,9 @@ def test_every_process_serves_its_own_samples(directory):
             assert ours.why_not is None, name
 
 
-class Augmented(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return index + torch.rand(3)
-
-
 def test_a_data_set_is_not_looked_through_again_for_each_rebuilt_loader():
     accelerator = accelerate.Accelerator(cpu=True)
-    loader = EgeriaLoader(Augmented(), 4, seed=5)
+    loader = EgeriaLoader(Augmented(24), 4, seed=5)
     prepared = accelerator.prepare(loader)
     assert prepared.base_dataloader.source is loader.source
     rest = accelerator.skip_first_batches(prepared, 1)

@@ -556,6 +556,20 @@ def test_a_forked_child_opens_what_its_parent_has_open_and_leaves_it_alone(tmp_p
         assert store.get_batch([1, 2, 3])[1].all()
 
 
+def test_where_addresses_are_scarce_a_quarter_of_them_is_mapped(tmp_path, monkeypatch):
+    def scarce(map_size, *, of=lmdb.open, **settings):
+        if map_size > 1 << 37:
+            raise lmdb.MemoryError
+        return of(map_size=map_size, **settings)
+
+    monkeypatch.setattr(lmdb, "open", scarce)
+    with ActivationStore(tmp_path / "cache", codec="raw") as store:
+        keep(store, [1], torch.ones(1, 10))
+        with store._own()._files.reading() as view:
+            assert view.environment._env.info()["map_size"] == 1 << 34
+        assert store.get_batch([1])[1].all()
+
+
 NURSERY = """
     import signal, threading
 

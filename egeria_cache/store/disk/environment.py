@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,8 @@ from typing import Any
 
 import lmdb
 import numpy as np
-import psutil
 from lmdb.verify import verify
 
-from egeria_cache.config import PAGE_BYTES
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.manifest import DamagedError
 from egeria_cache.store.disk.own import open_own
@@ -266,7 +263,7 @@ def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Enviro
     """Open by descriptor: LMDB takes no path that is not UTF-8, and follows links."""
     at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     settings: dict[str, Any] = {
-        "path": f"/proc/self/fd/{at}", "map_size": _map_bytes(), "max_dbs": len(TABLES),
+        "path": f"/proc/self/fd/{at}", "max_dbs": len(TABLES),
         "metasync": False, "mode": 0o600, "readonly": not writes, "create": writes,
         "max_spare_txns": 4, "readahead": False,
     }  # fmt: skip
@@ -275,14 +272,32 @@ def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Enviro
             _allocate_lock(directory, is_shared=is_shared)
         with _past_what_the_parent_opened():
             try:
-                return lmdb.open(**settings)
+                return _mapped(settings)
             except lmdb.Error:
                 if writes:
                     raise
                 # A directory that nobody here may write to.
-                return lmdb.open(**settings, lock=False)
+                return _mapped(settings | {"lock": False})
     finally:
         os.close(at)
+
+
+def _mapped(settings: dict[str, Any]) -> lmdb.Environment:
+    """Map `MAP_BYTES`, or where addresses are scarce (`ulimit -v`, machines that have 39 bits of
+    them) a quarter of what can be had.
+    """
+    size = MAP_BYTES
+    while True:
+        try:
+            found = lmdb.open(map_size=size, **settings)
+        except lmdb.MemoryError:
+            if size == SMALLEST_MAP_BYTES:
+                raise
+            size //= 4
+        else:
+            if size < MAP_BYTES:
+                found.set_mapsize(max(size // 4, SMALLEST_MAP_BYTES))
+            return found
 
 
 @contextlib.contextmanager
@@ -311,14 +326,6 @@ def _allocate_lock(directory: Path, *, is_shared: bool) -> None:
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-
-
-def _map_bytes() -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return MAP_BYTES
-    free = limit - psutil.Process().memory_info().vms
-    return max(free // 4 // PAGE_BYTES * PAGE_BYTES, SMALLEST_MAP_BYTES)
 
 
 _left_behind: list[Environment] = []
