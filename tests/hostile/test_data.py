@@ -82,10 +82,6 @@ def tabular():
     return made(lambda data, i: (data.x[i], int(data.table.y.iloc[i])), table=table)
 
 
-def listed():
-    return made(Pairs.__getitem__, y=labels().tolist())
-
-
 class Flipped(Pairs):
     def __getitem__(self, i):
         return -self.x[i], self.y[i]
@@ -113,7 +109,7 @@ DATA = {
     "set_epoch": (Epochal, lambda d: d.set_epoch(1)),
     "labels replaced": (Pairs, lambda d: setattr(d, "y", (d.y + 1) % 3)),
     "labels in place": (Pairs, lambda d: d.y.add_(1).remainder_(3)),
-    "labels in a list": (listed, relabel),
+    "labels in a list": (lambda: made(Pairs.__getitem__, y=labels().tolist()), relabel),
     "one label": (Pairs, one_label),
     "some labels through NumPy": (Pairs, lambda d: d.y.numpy().__setitem__(slice(0, 8), 0)),
     "inputs in place": (Pairs, lambda d: d.x.mul_(2)),
