@@ -14,7 +14,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +31,6 @@ from egeria_cache.pystate.foreign import (
     MEMORY,
     is_pickled_otherwise,
     own_attributes,
-    runs_out,
     state_of,
 )
 from egeria_cache.pystate.prints import tensor_print
@@ -340,14 +339,12 @@ class Elements(Place):
 
 
 class Generator(Place):
-    """Where a generator of random numbers is; what `runs_out` cannot be set back."""
+    """Where a generator of random numbers is."""
 
     __slots__ = ()
 
     def read(self, where: Any) -> Any:
         """Return its state, as bytes."""
-        if isinstance(where, Iterator):
-            return where
         if isinstance(where, torch.Generator):
             return where.get_state().numpy().tobytes()
         if isinstance(where, random.Random):
@@ -364,7 +361,7 @@ class Generator(Place):
             where.setstate(pickle.loads(kept))
         elif isinstance(where, np.random.RandomState):
             where.set_state(pickle.loads(kept))
-        elif not isinstance(where, Iterator):
+        else:
             getattr(where, "bit_generator", where).state = pickle.loads(kept)
 
     def seed(self, where: Any, seed: int) -> None:
@@ -373,7 +370,7 @@ class Generator(Place):
             where.manual_seed(seed)
         elif isinstance(where, random.Random | np.random.RandomState):
             where.seed(seed)
-        elif not isinstance(where, Iterator):
+        else:
             bits = getattr(where, "bit_generator", where)
             bits.state = type(bits)(seed).state
 
@@ -401,7 +398,7 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
     if isinstance(value, MEMORY):
         return Elements(path, value) if memoryview(value).nbytes <= max_bytes else None
     is_random = isinstance(value, (*GENERATORS, random.Random))
-    return Generator(path, value) if is_random or runs_out(value) else None
+    return Generator(path, value) if is_random else None
 
 
 _SKETCHED = Tensor, np.ndarray, io.BytesIO, dict, list, set, deque, types.MappingProxyType

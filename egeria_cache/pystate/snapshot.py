@@ -43,6 +43,7 @@ from egeria_cache.pystate.foreign import (
     iterator_copy,
     leads_out,
     own_dict,
+    runs_out,
     slots_of,
 )
 from egeria_cache.pystate.places import (
@@ -159,6 +160,8 @@ class Snapshot:
         self.places: list[Place] = []
         self._kept: list[Any] = []
         self._alive: dict[int, Any] = {}
+        self.used_up: str | None = None
+        """Name of an iterator that `runs_out`: nobody can put it back."""
         self._lending: list[tuple[Place, Any]] | None = None
         pending = deque(roots)
         for place in places:
@@ -207,12 +210,6 @@ class Snapshot:
         alive for it.
         """
         return not any(isinstance(one, (Tensor, np.ndarray, *LEADS)) for one in self.objects)
-
-    @property
-    def used_up(self) -> str | None:
-        """Name an iterator that `runs_out`: nobody can put it back."""
-        both = zip(self.places, self._kept, strict=True)
-        return next((place.path for place, kept in both if isinstance(kept, Iterator)), None)
 
     def put_back(self, *, copies: bool = False) -> None:
         """Have them be like that again; as often as need be.
@@ -345,6 +342,9 @@ class Snapshot:
                 yield Names(home(scope.get("__name__", "")), scope, names)
         is_far = self._reach.sketches and isinstance(value, Tensor) and not value.is_cpu
         whole = place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
+        if whole is None and runs_out(value):
+            self.used_up = path
+            return
         if self._reach.sketches and (whole is None or isinstance(whole, Length)):
             whole = sketch_of(path, value)
         if whole is not None:
