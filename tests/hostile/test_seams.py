@@ -360,6 +360,23 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
     )  # fmt: skip
 
 
+REGISTERED = []
+
+
+class Registering(Net):
+    def __init_subclass__(cls):
+        REGISTERED.append(cls)
+
+
+Registered = type("Registered", (Registering,), {})
+
+
+@hostile(served=True)
+def test_no_class_of_ours_is_registered_among_the_users(run):
+    trained(run, model=Registered())
+    run.see(len(REGISTERED))
+
+
 # ---- what stands behind the boundary, and is read before it --------------------------------------
 
 KNOWN = {}

@@ -187,13 +187,25 @@ def _noting(copies: Iterable[tuple[int, Any]], names: set[tuple[int, str]]) -> I
             object.__setattr__(copy, "__class__", cls)
 
 
+class _Untold:
+    """Comes first among the bases of a class of ours: what the user's own does with subclasses (it
+    registers them, say) is not done to it.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
 def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     def note(self: Any, name: str) -> Any:
         if name != "__dict__" or not is_library(sys._getframe(1).f_globals["__name__"]):
             names.add((owner, name))
         return cls.__getattribute__(self, name)
 
-    return type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
+    own = {"__getattribute__": note, "__module__": cls.__module__}
+    return type(cls.__name__, (_Untold, cls), own)
 
 
 def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
