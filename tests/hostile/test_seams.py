@@ -363,12 +363,14 @@ def test_a_trained_number_that_is_read_before_the_boundary_without_a_gradient(ru
 REGISTERED = []
 
 
-class Registering(Net):
-    def __init_subclass__(cls):
+class Registering(type):
+    def __init__(cls, *args):
         REGISTERED.append(cls)
 
 
-Registered = type("Registered", (Registering,), {})
+class Registered(Net, metaclass=Registering):
+    def __init_subclass__(cls):
+        REGISTERED.append(cls)
 
 
 @hostile(served=True)

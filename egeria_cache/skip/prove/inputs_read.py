@@ -188,11 +188,9 @@ def _noting(copies: Iterable[tuple[int, Any]], names: set[tuple[int, str]]) -> I
 
 
 class _Untold:
-    """Comes first among the bases of a class of ours: what the user's own does with subclasses (it
-    registers them, say) is not done to it.
+    """Comes first behind a class of ours: what the user's own do with a subclass (they register it,
+    say) is not done to it.
     """
-
-    __slots__ = ()
 
     def __init_subclass__(cls) -> None:
         pass
@@ -204,8 +202,9 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
             names.add((owner, name))
         return cls.__getattribute__(self, name)
 
-    own = {"__getattribute__": note, "__module__": cls.__module__}
-    return type(cls.__name__, (_Untold, cls), own)
+    kind, own = type(cls), {"__getattribute__": note, "__module__": cls.__module__}
+    meta = type(kind.__name__, (kind,), {"mro": lambda made: [made, _Untold, *cls.__mro__]})
+    return type.__new__(meta, cls.__name__, (cls,), own)
 
 
 def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
