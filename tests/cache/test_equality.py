@@ -13,6 +13,7 @@ from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples.fingerprint import NUM_AGAIN
 from tests.helpers.nets import Images, freeze, sgd, train_steps
 from tests.helpers.runs import assert_same, cached, run
+from tests.helpers.steps import take_step
 from tests.hostile.loops import one_ahead
 
 
@@ -180,10 +181,7 @@ def losses_of(make, directory, gate: str, dtype: torch.dtype) -> tuple[list[floa
             for inputs, targets in loader:
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
                     loss = F.cross_entropy(model(inputs), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+                losses.append(take_step(loss, optimizer).item())
             cache.flush()
         return losses, cache.stats().hits
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from egeria_core import FreezeController, StaticPolicy, Suggestion, suggest_boundary
 from tests.helpers.core_nets import ResNet, batch, mlp
+from tests.helpers.steps import take_step
 
 LAYERS = ["0", "2", "4", "6"]
 Batch = tuple[Tensor, Tensor]
@@ -41,9 +42,7 @@ def loop(model: nn.Module, given: Any, policy: StaticPolicy | None, layers: Any 
     optimizer = sgd(model)
     controller = policy and FreezeController(model, optimizer, policy=policy, layers=layers)
     for one in given:
-        optimizer.zero_grad()
-        loss(model, one).backward()
-        optimizer.step()
+        take_step(loss(model, one), optimizer)
         if controller is not None:
             controller.step()
     if controller is not None:

@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from tests.helpers.steps import take_step
+
 PREFIXES = {
     None: [],
     "stem": ["stem"],
@@ -81,10 +83,7 @@ def train_steps(model, loader, optimizer, epochs=1, on_step=None):
     for _ in range(epochs):
         model.train()
         for images, targets in loader:
-            loss = F.cross_entropy(model(images), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = take_step(F.cross_entropy(model(images), targets), optimizer)
             losses.append(loss.item())
             if on_step is not None:
                 on_step(len(losses))

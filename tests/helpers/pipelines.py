@@ -19,6 +19,7 @@ from egeria_cache import EgeriaLoader, ShardAffineSampler
 from egeria_core import StaticPolicy
 from egeria_core.pipeline import ElasticPipeline, PipelineController
 from tests.helpers.gloo import run_ranks
+from tests.helpers.steps import take_step
 
 WIDTH, NUM_BLOCKS, NUM_SAMPLES = 8, 8, 60
 GLOBAL_BATCH, MICROBATCHES = 16, 8
@@ -116,11 +117,8 @@ def alone(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
                 model(torch.stack([row for row, _ in pairs])),
                 torch.tensor([target for _, target in pairs]),
             )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            losses.append(take_step(loss, optimizer).item())
             scheduler.step()
-            losses.append(loss.item())
     return losses, dict(model.state_dict())
 
 

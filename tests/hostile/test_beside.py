@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.attempt import Attempt, is_ours
+from tests.helpers.steps import take_step
 from tests.hostile.harness import Run, cross_entropy, first_difference, sgd
 from tests.hostile.nets import Net, rows
 
@@ -270,12 +271,7 @@ def test_two_trainings_in_two_threads_are_as_each_alone(tmp_path):
         cache = where and ActivationCache(model, where, "middle", gate="always")
         loader = EgeriaLoader(rows(48, number), 8, cache=cache)
         for _ in range(4):
-            for batch in loader:
-                loss = cross_entropy(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                found.append(loss.item())
+            found += (take_step(cross_entropy(model, one), optimizer).item() for one in loader)
         if cache:
             cache.close()
         return found

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Subset, TensorDataset
 
+from tests.helpers.steps import take_step
 from tests.hostile.harness import cross_entropy, hostile, judge, sgd
 from tests.hostile.loops import ce, numbered, trained
 from tests.hostile.nets import ConvNet, Net, Pairs, images, inputs, made, net, rows
@@ -137,10 +138,7 @@ def test_two_models_with_one_loader(run):
         for x, y in loader:
             run.step(ce(model, x, y), optimizer)
             loss = ce(other, x if epoch else x * 2, y)
-            run.see(loss)
-            second.zero_grad()
-            loss.backward()
-            second.step()
+            run.see(take_step(loss, second))
     run.see(other)
 
 

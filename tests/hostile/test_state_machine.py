@@ -31,6 +31,7 @@ from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch import unwrap
 from egeria_cache.prefetch import prefetcher
 from tests.helpers.runs import kill_writer
+from tests.helpers.steps import take_step
 from tests.hostile.harness import MEMORY, ForeignError, SilentlyWrong
 from tests.hostile.nets import inputs, labels
 
@@ -160,11 +161,7 @@ class Training(RuleBasedStateMachine):
         ):
             model.train()
             torch.manual_seed(self.num_steps)
-            loss = F.cross_entropy(model(x_), y_)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(take_step(F.cross_entropy(model(x_), y_), optimizer).item())
         self.was_called = True
         if abs(losses[0] - losses[1]) > 1e-4:
             raise SilentlyWrong(f"step {self.num_steps}: {losses[0]}, not {losses[1]}")

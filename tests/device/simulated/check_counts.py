@@ -10,6 +10,7 @@ from egeria_cache.gate import policy
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
+from tests.helpers.steps import take_step
 
 B, ROWS, ROW_BYTES, LABEL_BYTES, IMAGE_BYTES = 8, 48, 4 * 10 * 10 * 4, 8, 400
 INDEX_BYTES, ENTRY_BYTES = 8, 12
@@ -30,10 +31,7 @@ def steps(loader, epochs=1, model=None, end=lambda: None):
             if batch is None:
                 break
             images, targets = (part.to(DEVICE, non_blocking=True) for part in batch)
-            loss = F.cross_entropy(model(images), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(F.cross_entropy(model(images), targets), optimizer)
             of_epoch.append(counts() - before)
             end()
         found.append(of_epoch)
