@@ -15,19 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from egeria_cache.batch import (
-    Lengths,
-    at_rows,
-    flatten,
-)
+from egeria_cache.batch import Lengths, at_rows, flatten
 from egeria_cache.errors import EgeriaError
-from egeria_cache.samples import (
-    Loaded,
-    LoaderSource,
-    Task,
-    find_places,
-    own_lengths,
-)
+from egeria_cache.samples import Loaded, LoaderSource, Task, find_places, own_lengths
 
 
 @dataclass(slots=True)

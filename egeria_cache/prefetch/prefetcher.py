@@ -28,15 +28,7 @@ from torch import Tensor
 from egeria_cache import threads
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
-from egeria_cache.device import (
-    Held,
-    leave_captures_alone,
-    mark,
-    pinned,
-    room,
-    runs_late,
-    to_device,
-)
+from egeria_cache.device import Held, leave_captures_alone, mark, pinned, room, runs_late, to_device
 from egeria_cache.prefetch.ring import Place, Ring
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError

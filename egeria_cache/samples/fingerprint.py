@@ -27,14 +27,7 @@ from egeria_cache import threads
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate import (
-    PLAIN,
-    Portrait,
-    array_print,
-    is_below,
-    plain_print,
-    tensor_print,
-)
+from egeria_cache.pystate import PLAIN, Portrait, array_print, is_below, plain_print, tensor_print
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2

@@ -21,13 +21,7 @@ from torch.utils.data import get_worker_info
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
 from egeria_cache.pystate import Portrait, Snapshot
-from egeria_cache.samples.collation import (
-    NOWHERE,
-    Places,
-    differing_leaf,
-    find_places,
-    own_lengths,
-)
+from egeria_cache.samples.collation import NOWHERE, Places, differing_leaf, find_places, own_lengths
 from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.counters import deciding, kept_of, unmoved
 from egeria_cache.samples.fingerprint import Look, describe, look

@@ -33,13 +33,7 @@ from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.content import same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
-from egeria_cache.samples.loading import (
-    CollateLoaded,
-    Loaded,
-    SampleLoader,
-    SeededDataset,
-    Task,
-)
+from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
 from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.study import Study
 
