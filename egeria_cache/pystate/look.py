@@ -39,6 +39,7 @@ from egeria_cache.pystate.foreign import (
     MEMORY,
     is_data_set,
     is_frozen,
+    is_iterator,
     is_opaque,
     is_pickled_otherwise,
     is_standard,
@@ -318,9 +319,10 @@ class Portrait(Snapshot):
         """
         kind = kind_name(type(value))
         text = _text(value) if is_standard(type(value)) else kind
-        self._note(path, text)
+        is_moving = is_iterator(type(value))  # where it stands makes no other data set
+        self._note(path, kind if is_moving else text)
         self.is_whole = False
-        if text != kind:
+        if text != kind or is_moving:
             return
         with Attempt() as tried:
             self._array(path, np.frombuffer(memoryview(value), np.uint8))

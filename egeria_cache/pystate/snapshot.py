@@ -342,8 +342,8 @@ class Snapshot:
                 yield Names(home(scope.get("__name__", "")), scope, names)
         is_far = self._reach.sketches and isinstance(value, Tensor) and not value.is_cpu
         whole = place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
-        if whole is None and runs_out(value):
-            self.used_up = path
+        if whole is None and is_iterator(type(value)):
+            self.used_up = path if runs_out(value) else self.used_up
             return
         if self._reach.sketches and (whole is None or isinstance(whole, Length)):
             whole = sketch_of(path, value)

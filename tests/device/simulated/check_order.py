@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from egeria_cache import device as devices
 from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.ring import Ring
-from egeria_cache.skip.state import content
+from egeria_cache.skip.state import guards
 from egeria_cache.skip.state.guards import ContentProbe
 from tests.device.late import late
 from tests.device.simulated.runs import DEVICE
@@ -130,7 +130,7 @@ def transfer_property(order):
 def guard_property(order, change_at):
     """What did not change is never reported; what did is, once the device has come so far."""
     with pytest.MonkeyPatch.context() as patch, late(order) as device:
-        patch.setattr(content, "LOOK_EVERY_S", 0.0)
+        patch.setattr(guards, "LOOK_EVERY_S", 0.0)
         weights = [
             torch.arange(40.0, device=DEVICE),
             torch.ones(3, dtype=torch.int64, device=DEVICE),
