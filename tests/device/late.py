@@ -286,9 +286,8 @@ def late(order: str | int) -> Iterator[Late]:
     """Make the simulated device late inside the block, for this thread's operations."""
     mode = Late(order)
     with pytest.MonkeyPatch.context() as patch:
-        for index in range(2):
-            device = torch.device(NAME, index)
-            patch.setitem(streams._known, device, LateStreams(device, mode))
+        devices = [torch.device(NAME, index) for index in range(2)]
+        patch.setattr(streams, "_tried", {one: LateStreams(one, mode) for one in devices}.get)
         patch.setattr(memory, "_lanes", {})
         patch.setattr(memory, "_sources", streams.Held())
         patch.setattr(prefetcher, "_held", streams.Held())
