@@ -27,5 +27,5 @@ def test_the_example_equals_one_process() -> None:
     assert "frozen up to block1" in told
     assert "frozen up to None" in told
     assert "bytes moved" in told
-    assert "units a batch" in told
+    assert "by the plan a batch takes" in told
     assert "one process" in told

@@ -11,8 +11,8 @@ from tests.hostile.test_served_loops import *  # noqa: F403
 
 NOT_ON_A_DEVICE = (
     "numpy", "NumPy", "dlpack", "arrays_that_share", "one that joins", "registered",
-    "replaced_by_a_wider", "adapter_that_joins", "moving_target", "saved_and_loaded",
-    "two_models_with_one_loader", "adversarial_features",
+    "replaced_by_a_wider", "an adapter that joins", "moving_target", "saved_and_loaded",
+    "two_models_with_one_loader", "adversarial_features", "evaluation_before_the_training",
 )  # fmt: skip
 """Their scripts write through the host's memory, or make tensors on the host in mid-training."""
 
