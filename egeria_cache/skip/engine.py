@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, Protocol
@@ -863,10 +864,12 @@ class SkipEngine:
         self.attach()
         if self._auto is not None:
             self.follow(self._auto.found)
-            self._auto.follow(self._forward, *given)
-            self._look()
-        if not self.host.is_refused():
-            self._hold(Invocation.of(*given))
+        with self._auto.around(*given) if self._auto is not None else nullcontext():
+            if self._auto is not None:
+                self._auto.follow(self._forward, *given)
+                self._look()
+            if not self.host.is_refused():
+                self._hold(Invocation.of(*given))
 
     def _traced(self) -> None:
         """The whole model is being compiled since we were attached: its calls pass us by."""

@@ -227,7 +227,7 @@ REFUSED = {
     ),
     "samples packed into one row": (
         llama, "text", transformers.DataCollatorWithFlattening(), "model.layers.0",
-        ("model.embed", "model.layers.0"), "depends on the rest of its batch",
+        ("model.embed", "model.layers.0"), "leave samples out by the sampler",
     ),
 }  # fmt: skip
 

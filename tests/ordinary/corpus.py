@@ -180,7 +180,7 @@ CORPUS = [
     Program(name="ddp_torchrun", shape="DDP under torchrun", samples=64, start="torchrun",
             default=True, front=tuple(f"module.{name}" for name in _RESNET), modes=True),
     Program(name="dino_linear", shape="DINO's linear evaluation, intermediate layers", samples=64,
-            epochs=4, hits=176),
+            epochs=4, hits=176, default=True),
     Program(name="clip_probe", shape="a probe on CLIP's `encode_image`", samples=64, epochs=4),
     Program(name="timm_features", shape="a head on `forward_features`", samples=64, epochs=4,
             hits=176),
