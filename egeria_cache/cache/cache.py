@@ -230,17 +230,15 @@ class ActivationCache:
     def stats(self) -> CacheStats:
         """Return the counts so far."""
         status = self._status
-        views, counts = status.views, status.counters.counts
-        counts = replace(counts, boundary=status.boundary, voided=views.num_voided)
+        voided = status.views.num_voided
+        counts = replace(status.counters.counts, boundary=status.boundary, voided=voided)
         if status.is_forked:  # the store's locks may be held for ever
             why = "this is a forked child of the process that made the cache; call cache.reopen()"
             return replace(counts, why_not=why)
-        on_disk, (raw_bytes, stored_bytes) = self._store.stats(), views.retired_bytes
+        on_disk = self._store.stats()
         return replace(
             counts,
             **{name: getattr(on_disk, name) for name in _ON_DISK},
-            raw_bytes=on_disk.raw_bytes + raw_bytes,
-            stored_bytes=on_disk.stored_bytes + stored_bytes,
             saved_s=status.policy.saved_s,
             proof_s=status.policy.proof_s,
             gate=status.policy.sentence(status.boundary),
@@ -354,7 +352,10 @@ class ActivationCache:
         self.close()
 
 
-_ON_DISK = "dropped_writes", "corrupt", "num_samples", "bytes_on_disk", "limit_bytes"
+_ON_DISK = (
+    "dropped_writes", "corrupt", "num_samples", "raw_bytes", "stored_bytes", "bytes_on_disk",
+    "limit_bytes",
+)  # fmt: skip
 
 
 def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:

@@ -8,7 +8,6 @@ from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
@@ -26,7 +25,7 @@ from egeria_cache.samples import (
     row_prints,
     same_values,
 )
-from egeria_cache.skip import MAX_CHAINS, Cut, same_rows
+from egeria_cache.skip import MAX_CHAINS, Cut
 from egeria_cache.store import ActivationStore, Generation
 
 log = logging.getLogger("egeria")
@@ -94,6 +93,9 @@ class EngineCallbacks:
             self.leave_uncached(name, found)
             return
         self._look_at_arguments(batch, cut)
+        # What was made since holds rows of this run, and of its other ranks.
+        if found.created < status.since and found.totals.raw_bytes:
+            self._audits.doubted.add((name, id(cut)))
         sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
         lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
         self._views.add(
@@ -109,10 +111,6 @@ class EngineCallbacks:
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,
-                is_checked=found.totals.raw_bytes == 0
-                # Made since: what is in it are rows of other ranks of this run.
-                or found.created >= status.since
-                or any(v.generation is found and v.is_checked for v in self._views.everywhere()),
             )
         )
 
@@ -237,8 +235,6 @@ class EngineCallbacks:
             new = np.ones(len(ids), bool)  # they were looked up when the batch was planned
         else:
             new = ~view.contains(ids, draws)
-        if not new.all() and not view.is_checked:
-            self._check_reopened(view, batch, mask, tensors)
         if not new.any() or not view.alive:
             return
         wanted = mask.copy()
@@ -300,23 +296,6 @@ class EngineCallbacks:
             "padding; give it to the model as an argument",
         )
         return False
-
-    def _check_reopened(
-        self, view: View, batch: Batch, rows: np.ndarray, tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Compare the first rows that a generation of an earlier run already holds with ours."""
-        kept, draws = _kept(view, batch, rows), batch.context.source.stored_as(batch.draws[rows])
-        ids = _chosen(batch.ids, rows)
-        there = view.contains(ids, draws)
-        stored, found = view.generation.get_batch(_chosen(ids, there), variant=draws[there])
-        view.is_checked = bool(found.any() and found.all())
-        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(rows))
-        known = {path: values for path, values in kept.items() if values is not None}
-        fresh, at = record(view.cut, tensors, known, lengths), np.flatnonzero(there)
-        for name in fresh.keys() & stored.keys() if view.is_checked else ():
-            if not same_rows(stored[name], _at(fresh[name], at)):
-                self.audit_failed(batch, rows, f"{name} is not what an earlier run stored")
-                return
 
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Look for a whole batch at another cut than it was planned for, and plan for that one."""
@@ -544,7 +523,3 @@ def _told(error: Exception) -> str:
 
 def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:
     return list(compress(ids, mask))
-
-
-def _at(rows: Any, at: np.ndarray) -> Any:
-    return rows[torch.from_numpy(at)] if isinstance(rows, Tensor) else [rows[i] for i in at]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Batch
 from egeria_cache.cache.boundary import Boundary, Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.errors import StoreError
@@ -31,7 +30,7 @@ _BESIDE = (
     "its batches are loaded in another thread than that which has trained so far, and the two "
     "share their random generators; give it num_workers=1 or more"
 )
-_IS_CHECKED, _IS_ALIVE = attrgetter("is_checked"), attrgetter("generation.alive")
+_IS_ALIVE = attrgetter("generation.alive")
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -88,8 +87,6 @@ class LoaderApi:
     def outlook(self, source: LoaderSource) -> tuple[Sequence[View], bool | None]:
         """Return what a loader may read at the moment, deepest first, and whether all generators
         are seeded; None if they are let be, in a thread beside the training.
-
-        Of what an earlier run has left, those whose rows were compared with computed ones.
         """
         if self.is_beside(source):
             return (), None
@@ -97,8 +94,7 @@ class LoaderApi:
             return (), False
         if self.counters.is_compiled or os.getpid() != self._status.process:
             return (), True
-        views = self._status.views.live.get(source.key, ())
-        return [*filter(_IS_ALIVE, filter(_IS_CHECKED, views))], True
+        return [*filter(_IS_ALIVE, self._status.views.live.get(source.key, ()))], True
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""
@@ -123,7 +119,7 @@ class LoaderApi:
         for view in reversed(alike):
             theirs = view.generation.fields
             asked = {*fields, "leaves", "draws"}  # which only some have
-            if view.is_checked and all(theirs.get(key) == fields.get(key) for key in asked):
+            if all(theirs.get(key) == fields.get(key) for key in asked):
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
@@ -214,13 +210,13 @@ class LoaderApi:
         status = self._status
         return loader_name in self.policy.idle or not (status.is_sought or status.boundary)
 
-    def count_yielded(self, batch: Batch) -> None:
+    def count_yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
             self.counters.yielded_closed()
         else:
             if not self.policy.idle:  # else the model is called with batches that nobody follows
-                self.counters.yielded(batch)
+                self.counters.yielded()
             engine = self._boundary.engine
             if engine.is_aside or not engine.scout.is_done:
                 engine.look_out()

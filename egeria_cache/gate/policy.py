@@ -18,7 +18,6 @@ of a batch is read, it counts as served, with all that its misses took.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -28,7 +27,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from statistics import median_low
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -46,6 +45,8 @@ _CLOSED = (
 )
 MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
+_NUM_DOUBTED = 8
+"""Hits of an earlier run that are recomputed first of all."""
 MAX_UNSEEN = 3
 """Batches that may be yielded without the model having been called, before that is said."""
 _MIN_GAIN = 0.05
@@ -82,14 +83,12 @@ class Counters:
         """Whether it was last called as code that was compiled whole: it is served nothing."""
         self.passing: str | None = None
         """Why nothing is served, until something is."""
-        self._given: deque[weakref.ref[Any]] = deque(maxlen=16)
-        """Batches that were given out last, and the model was not called yet."""
         self._num_unseen = 0
+        """Batches that were given out since the model was called last."""
         self._stepped: deque[bool] = deque(maxlen=1)
         """Not empty if an optimizer has stepped since: this is no pass for statistics."""
         self._steps: RemovableHandle | None = None
         self._told_unseen = ""
-        self._next_look = 16
 
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
@@ -109,32 +108,25 @@ class Counters:
         if self.counts.why_not == self.passing:
             self.counts.why_not = None
 
-    def yielded(self, batch: Any) -> None:
+    def yielded(self) -> None:
         """Note that a batch was yielded which the model should see, if something is trained.
 
-        Others are for an average of it, or to be looked at: no optimizer steps between them.
-        Trainers collect batches before they use any: what counts is those that are gone.
+        Others are for an average of it, or to be looked at: no optimizer steps between them. Nor
+        does one while a trainer collects batches before it uses any.
         """
-        self._given.append(weakref.ref(batch))
-        if len(self._given) == 2 and self._steps is None:
-            stepped = self._stepped  # and not `self`: the hook is the process's
-            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
-            weakref.finalize(self, self._steps.remove)
-        if len(self._given) < MAX_UNSEEN:
-            return
-        self._num_unseen += 1
-        if self._num_unseen == self._next_look:  # a cycle's parts are there until it is looked for
-            self._next_look *= 2
-            gc.collect()
-        num_gone = sum(one() is None for one in self._given)
-        if num_gone >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
+        if self._num_unseen >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
             self.counts.why_not = self._told_unseen = (
-                f"{num_gone} batches were yielded and the model was not called with any of them, "
-                "so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the "
-                "cache of that part. Is the whole model compiled? Compile its blocks instead "
+                f"{self._num_unseen} batches were yielded and the model was not called with any of "
+                "them, so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make "
+                "the cache of that part. Is the whole model compiled? Compile its blocks instead "
                 "(block.compile()), and give it the loader's batches as they come"
             )
             log.warning(self.counts.why_not)
+        self._num_unseen += 1
+        if self._num_unseen == 2 and self._steps is None:
+            stepped = self._stepped  # and not `self`: the hook is the process's
+            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
+            weakref.finalize(self, self._steps.remove)
 
     def yielded_closed(self) -> None:
         """Note that a batch was yielded after the cache was closed."""
@@ -144,8 +136,7 @@ class Counters:
 
     def model_called(self) -> None:
         """Note that the model was called (its cost is taken by whole steps: `StepTimer`)."""
-        self.num_calls, self.is_compiled = self.num_calls + 1, False
-        self._given.clear()
+        self.num_calls, self.is_compiled, self._num_unseen = self.num_calls + 1, False, 0
         if self._steps is not None:
             self._steps.remove()
             self._steps = None
@@ -157,9 +148,9 @@ class Counters:
 class AuditPlan:
     """Chooses the hits that are computed again, and compared. Used from the training thread.
 
-    Whatever the rate, one hit is recomputed at the start of whatever was cut anew, and as long as
-    audits took at most a hundredth of the time since the first, one more at the start of every
-    epoch and with its 4th, 16th, 64th, ... batch of hits.
+    Whatever the rate, one hit is recomputed at the start of whatever was cut anew, eight where an
+    earlier run has stored them, and as long as audits took at most a hundredth of the time since
+    the first, one more at the start of every epoch and with its 4th, 16th, 64th, ... batch of hits.
 
     Args:
         rate: Fraction of the hits.
@@ -174,6 +165,8 @@ class AuditPlan:
         self._served: dict[tuple[str, int], tuple[int, int]] = {}
         """Of each loader at each cut: the last batch's number, and how many had hits so far in this
         epoch."""
+        self.doubted = set[tuple[str, int]]()
+        """Loaders at cuts at which an earlier run has stored."""
 
     def choose(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
         """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
@@ -189,6 +182,9 @@ class AuditPlan:
             now = time.perf_counter()
             self._began = now if self._began is None else self._began
             count = max(count, last < 0 or self.cost_s <= MAX_COST * (now - self._began))
+        if at in self.doubted:
+            self.doubted.remove(at)
+            count = max(count, _NUM_DOUBTED)
         if not (count and num_hits):
             return None
         rows = np.zeros(len(hit), bool)

@@ -49,7 +49,7 @@ class CacheStats:
     bytes_on_disk: int = 0
     """Of the whole cache directory."""
     raw_bytes: int = 0
-    """Size before compression of all samples stored or found so far, in every generation."""
+    """Size before compression of the samples stored in the generations in use."""
     stored_bytes: int = 0
     """Their size after compression."""
     limit_bytes: int = 0

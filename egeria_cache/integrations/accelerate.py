@@ -19,7 +19,7 @@ from accelerate import data_loader as accelerated
 from torch.utils.data import IterableDataset
 
 from egeria_cache.cache import ActivationCache
-from egeria_cache.loader import EgeriaLoader, original_of
+from egeria_cache.loader import EgeriaLoader, original_of, take_over
 
 __all__ = ["attach_prepared", "keep_caches", "serve"]
 
@@ -83,16 +83,9 @@ def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Ca
         log.warning("loader %r passes its batches through uncached: no sample IDs", name)
         return lambda: None
     keep_caches()
-    arguments = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
-                 "generator", "multiprocessing_context", "prefetch_factor", "persistent_workers",
-                 "pin_memory_device", "in_order")  # fmt: skip
-    own = plain._own_options() if isinstance(plain, EgeriaLoader) else {}
-    loader: EgeriaLoader[Any] = EgeriaLoader(
-        plain.dataset, batch_sampler=plain.batch_sampler, cache=cache,
-        **{argument: getattr(plain, argument) for argument in arguments}, **{**own, **options},
-    )  # fmt: skip
-    serve(prepared, loader)
-    return lambda: setattr(prepared, "base_dataloader", plain)
+    undo = take_over(plain, cache, **options)
+    serve(prepared, plain)
+    return undo
 
 
 def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:

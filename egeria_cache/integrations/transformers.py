@@ -1,9 +1,8 @@
 """Hugging Face's Trainer: `EgeriaTrainer`, which is Trainer with a cache.
 
-Trainer makes and prepares its loaders as ever, and the cache takes its place inside them. One
-loader is kept for each data set that is evaluated, so that a second evaluation is all hits.
-The position in an epoch is Trainer's own affair (`resume_from_checkpoint`); a checkpoint holds
-besides which augmented version of the samples comes next, and what the controller knows.
+Trainer makes and prepares its loaders as ever, and the cache takes its place inside them. The
+position in an epoch is Trainer's own affair (`resume_from_checkpoint`); a checkpoint holds besides
+which augmented version of the samples comes next, and what the controller knows.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ class EgeriaTrainerMixin:
 
     accelerator: Any
     args: Any
-    data_collator: Any
-    eval_dataset: Any
     model: Any
     state: Any
 
@@ -53,7 +50,6 @@ class EgeriaTrainerMixin:
         self.cache = cache
         self.controller: Any = controller if hasattr(controller, "step") else None
         self._make_controller: Any = None if self.controller is not None else controller
-        self._kept: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._train_loader: Any = None
         self._step_loss: torch.Tensor | None = None
         self._logged_boundary: str | None = None
@@ -75,18 +71,14 @@ class EgeriaTrainerMixin:
         return self._train_loader
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
-        """Return Trainer's loader, served from the cache; the same one for the same data set."""
-        named = isinstance(eval_dataset, str)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[eval_dataset] if named else dataset
-        make = super().get_eval_dataloader  # type: ignore[misc]
-        name = f"eval-{eval_dataset}" if named else "eval"
-        return self._once(dataset, name, lambda: make(eval_dataset))
+        """Return Trainer's loader, served from the cache."""
+        prepared = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        name = f"eval-{eval_dataset}" if isinstance(eval_dataset, str) else "eval"
+        return self._cached(prepared, name)
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> Any:
-        """Return Trainer's loader, served from the cache; the same one for the same data set."""
-        make = super().get_test_dataloader  # type: ignore[misc]
-        return self._once(test_dataset, "test", lambda: make(test_dataset))
+        """Return Trainer's loader, served from the cache."""
+        return self._cached(super().get_test_dataloader(test_dataset), "test")  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; the loss of an optimizer step is the sum over its batches."""
@@ -134,16 +126,6 @@ class EgeriaTrainerMixin:
         if self.controller is not None and self._step_loss is not None:
             self.controller.step(self._step_loss)
         self._step_loss = None
-
-    def _once(self, dataset: Any, name: str, make: Any) -> Any:
-        if self.cache is None:
-            return make()
-        size, collator = self.args.eval_batch_size, self.data_collator
-        key = (name.partition("-")[0], id(dataset), size, id(collator))
-        if key not in self._kept:
-            # The data set and the collator are kept with it, so that their ids stay theirs.
-            self._kept[key] = self._cached(make(), name), dataset, collator
-        return self._kept[key][0]
 
     def _cached(self, prepared: Any, name: str) -> Any:
         if self.cache is not None:

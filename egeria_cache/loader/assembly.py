@@ -205,7 +205,7 @@ class Assembly:
             path: _wrap(leaf, batch, path) if path in chosen else leaf
             for path, leaf in leaves.items()
         }
-        self.cache.count_yielded(batch)
+        self.cache.count_yielded()
         self._source.yields(tagged.values())
         return tagged
 

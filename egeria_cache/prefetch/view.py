@@ -74,8 +74,6 @@ class View:
     is_outdated: bool = False
     """Whether it is void only because the data are others by now: batches that were given out
     before are what they were."""
-    is_checked: bool = False
-    """Whether rows that were found in it have been compared with computed ones."""
 
     @cached_property
     def is_spread(self) -> bool:
@@ -139,8 +137,6 @@ class Views:
         """All of them: batches may be planned with one that another has taken the place of."""
         self._process = os.getpid()
         self.num_voided = 0
-        self.retired_bytes = (0, 0)
-        """(raw, stored) of the generations that were given up."""
 
     def of(self, loader_name: str) -> list[View]:
         """What this loader's samples may be read from now, deepest boundary first."""
@@ -162,7 +158,7 @@ class Views:
         boundaries = list(dict.fromkeys(one.cut.boundary for one in views))[:MAX_LIVE_BOUNDARIES]
         kept = [one for one in views if one.cut.boundary in boundaries][:MAX_LIVE_VIEWS]
         for retired in [one for one in views if one not in kept]:
-            self._retire(retired)
+            self._let_go(retired)
             retired.generation.release()
         self.live[view.loader_name] = kept
 
@@ -191,7 +187,7 @@ class Views:
                 self.num_voided += 1
                 if os.getpid() != self._process:
                     continue  # a forked child: its files' locks may be held for ever
-                self._retire(view)
+                self._let_go(view)
                 if unlink:
                     view.generation.void("its activations are stale")
                 else:
@@ -210,13 +206,6 @@ class Views:
         others = (one.ring for views in self.live.values() for one in views if one is not view)
         if ring is not None and os.getpid() == self._process and ring not in others:
             ring.close()
-
-    def _retire(self, view: View) -> None:
-        self._let_go(view)
-        raw, stored = self.retired_bytes
-        generation = view.generation
-        totals = generation.totals
-        self.retired_bytes = raw + totals.raw_bytes, stored + totals.stored_bytes
 
 
 def record(

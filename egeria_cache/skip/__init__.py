@@ -19,7 +19,6 @@ from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
 from egeria_cache.skip.prove.cut_points import blocks, holds_stage
 from egeria_cache.skip.prove.traced_batch import leaves_behind
-from egeria_cache.skip.serve.compare import same_rows
 from egeria_cache.skip.serve.cut import Cut, Step
 
 __all__ = [
@@ -41,6 +40,5 @@ __all__ = [
     "leaves_behind",
     "module_named",
     "ordinary_arguments",
-    "same_rows",
     "states_in",
 ]

@@ -98,7 +98,7 @@ def test_draws_stay_fresh_and_the_front_is_served(tmp_path, caplog, drawn, worke
     assert sum("change nothing that the frozen front reads" in m for m in caplog.messages) == 1
     again, stats, _ = train(data, tmp_path, num_workers=workers)
     torch.testing.assert_close(again, expected, rtol=1e-6, atol=1e-7)
-    assert stats.hits > 3 * SIZE  # the first batches show that what an earlier run left is right
+    assert stats.hits > 3 * SIZE
 
 
 @pytest.mark.parametrize(

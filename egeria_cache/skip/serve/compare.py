@@ -121,16 +121,3 @@ def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
     with Attempt():
         return bool(a == b)
     return False
-
-
-def same_rows(a: Any, b: Any) -> bool:
-    """Whether two sets of rows, tensors or values, agree within the tolerance of their dtype."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return difference(a.to(b.device), b) <= tolerance(b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        a, b = list(a), list(b)
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(
-        same_rows(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() else x == y
-        for x, y in pairs
-    )
