@@ -9,10 +9,9 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 (`bytecode`).
 """
 
-from egeria_cache.pystate.bytecode import attributes_of, is_installed_code, names_in
+from egeria_cache.pystate.bytecode import is_installed_code, names_in
 from egeria_cache.pystate.code import (
     Code,
-    answers_itself,
     attributes_held,
     bases_of,
     found_in,
@@ -30,7 +29,6 @@ from egeria_cache.pystate.foreign import (
     is_compiled,
     is_library,
     is_put_back,
-    is_settings,
     is_standard,
     outside_state,
     own_attributes,
@@ -45,10 +43,10 @@ from egeria_cache.pystate.snapshot import CODE, DATA, MODELS, Moved, Reach, Snap
 
 __all__ = [
     "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",
-    "OfClass", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "answers_itself",
-    "array_print", "attributes_held", "attributes_of", "bases_of", "describe", "digest", "entries",
-    "found_in", "has_settings", "in_class", "is_below", "is_beyond", "is_compiled",
-    "is_installed_code", "is_library", "is_put_back", "is_settings", "is_shared", "is_standard",
-    "is_value", "led_to", "names_in", "outside_state", "own_attributes", "own_dict", "own_slots",
-    "plain_print", "reached", "tensor_digest", "tensor_print",
+    "OfClass", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "array_print",
+    "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "has_settings",
+    "in_class", "is_below", "is_beyond", "is_compiled", "is_installed_code", "is_library",
+    "is_put_back", "is_shared", "is_standard", "is_value", "led_to", "names_in", "outside_state",
+    "own_attributes", "own_dict", "own_slots", "plain_print", "reached", "tensor_digest",
+    "tensor_print",
 ]  # fmt: skip

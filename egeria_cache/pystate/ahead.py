@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.pystate.foreign import ATOMS, is_iterator, iterator_copy, start_of
+from egeria_cache.pystate.foreign import ATOMS, start_of
 
 
 def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
@@ -78,10 +77,6 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
     if kind is itertools.count:
         start, *step = start_of(twice)
         return itertools.count(start + by, *step) if repr(once) != repr(twice) else None
-    if is_iterator(kind):
-        further = iterator_copy(twice)
-        deque(itertools.islice(further, by), maxlen=0)
-        return further
     if kind is range:
         return len(twice) + by if len(once) < len(twice) else None
     if isinstance(twice, int | float | np.number):

@@ -49,18 +49,6 @@ class Names(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def attributes_of(code: CodeType, holder: str) -> frozenset[str]:
-    """Return the attributes that `code` asks of what it finds under the attribute `holder`."""
-    found, names = list(dis.get_instructions(code)), set[str]()
-    for before, one in itertools.pairwise(found):
-        both = before.opname + one.opname
-        if both.count("LOAD_ATTR") + both.count("LOAD_METHOD") == 2 and before.argval == holder:
-            names.add(one.argval)
-    inner = [attributes_of(one, holder) for one in code.co_consts if isinstance(one, CodeType)]
-    return frozenset(names).union(*inner)
-
-
-@functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType, call: int | None = None) -> Names:
     """Return the names in `code` by what it does with them.
 

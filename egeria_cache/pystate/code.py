@@ -308,11 +308,6 @@ def has_settings(value: Any) -> bool:
     return isinstance(value, type) or not (is_foreign(value) or is_value(value))
 
 
-def answers_itself(kind: type) -> bool:
-    """Whether code of the user's is run where an object of the class is read, whatever the name."""
-    return any(vars(base).keys() & _READS for base in bases_of(kind) if not is_installed(base))
-
-
 def _is_generated(part: Any) -> bool:
     """Whether it is a method that a data class has made, which names all of its fields."""
     return isinstance(part, types.FunctionType) and part.__code__.co_filename == "<string>"

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from egeria_cache.device import runs_late
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate.foreign import (
     ATOMS,
@@ -94,7 +93,7 @@ class Copier:
         """(name, parameter) of those that the copies share with the originals."""
         self.pairs: dict[int, tuple[Any, Any]] = {}
         """Id of an original -> (it, which keeps the id its own; its copy)."""
-        self._storages: dict[Any, Any] = {}
+        self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._where: list[str] = []
         self._num_objects = self._num_bytes = self._depth = 0
         weights = (p for one in models for p in one.parameters() if type(p) is nn.Parameter)
@@ -188,22 +187,16 @@ class Copier:
             if value.requires_grad:  # made from what is trained, which autograd shall know
                 with torch.enable_grad():
                     return value.clone()
-            late = runs_late(value.device)
-            key = (storage._cdata, value.dtype) if late else storage._cdata
-            copied: Any = self._storages.get(key)
-            if copied is None:
+            key = storage._cdata, value.dtype
+            if key not in self._storages:
                 self._num_bytes += storage.nbytes()
                 if self._num_bytes > _MAX_BYTES:
                     return value
-                copied = self._storages[key] = _whole(value) if late else storage.clone()
-            shape, stride, start = value.shape, value.stride(), value.storage_offset()
+                self._storages[key] = _whole(value)
             with torch.no_grad():
-                if late:
-                    new: Tensor = copied.as_strided(shape, stride, start)
-                    return new.detach().conj() if value.is_conj() else new.detach()
-                new = torch.empty(0, dtype=value.dtype, device=value.device)
-                new.set_(copied, start, shape, stride)
-                return torch._conj(new) if value.is_conj() else new
+                place = value.shape, value.stride(), value.storage_offset()
+                new = self._storages[key].as_strided(*place).detach()
+                return new.conj() if value.is_conj() else new
 
     def _array(self, value: np.ndarray) -> Any:
         base = value.base
@@ -364,7 +357,7 @@ class Copier:
             make: Any = type(value)
             new = make.from_buffer_copy(value)
         else:
-            copied = iterator_copy(value, self)
+            copied = iterator_copy(value)
             new = new if copied is value else copied
         return self._keep(value, new)
 

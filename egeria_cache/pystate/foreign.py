@@ -19,7 +19,7 @@ import warnings
 from ast import literal_eval
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -126,18 +126,6 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled is not None or type(module).__name__ == "OptimizedModule"
 
 
-def is_settings(value: Any) -> bool:
-    """Whether it is an object with attributes that are settings to whoever holds it."""
-    return (
-        not isinstance(value, nn.Module | torch.Tensor | np.ndarray | FunctionType | MethodType)
-        and not isinstance(value, dict | list | tuple | set | frozenset)
-        and not callable(value)
-        and type(value) not in ATOMS
-        and bool(own_dict(value))
-        and not is_foreign(value)
-    )
-
-
 def is_foreign(value: Any) -> bool:
     """Whether an object belongs to another world: threads, files, data sets, trainers, ourselves.
 
@@ -181,46 +169,17 @@ def is_iterator(kind: type) -> bool:
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
 
 
-def iterator_copy(value: Any, of: Callable[[Any], Any] | None = None) -> Any:
-    """Return a copy of an iterator of Python's own, as it stands, or itself if there is none.
-
-    What it goes through is what `of` gives for it: copies of iterators, if nothing is said.
+def iterator_copy(value: Any) -> Any:
+    """Return a copy of what counts, as it stands; any other iterator itself: from Python 3.14 on
+    none can be copied.
     """
-    kind, of = type(value), of or _part_copy
-    if not is_iterator(kind) or kind is _CALLS:
-        return value
-    if kind is itertools.count:
-        return itertools.count(*start_of(value))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            make, args, *state = value.__reduce__()
-            new = make(*map(of, args))
-            if state:
-                new.__setstate__(of(state[0]))
-    except (TypeError, AttributeError):  # those of the newest Pythons cannot be
-        return value
-    return new
-
-
-def _part_copy(part: Any) -> Any:
-    if isinstance(part, tuple):  # a state
-        return tuple(list(one) if type(one) is list else _part_copy(one) for one in part)
-    if runs_out(part):
-        raise TypeError
-    return iterator_copy(part)
+    return itertools.count(*start_of(value)) if type(value) is itertools.count else value
 
 
 def runs_out(value: Any) -> bool:
-    """Whether it is an iterator of Python's own that still gives something, and nobody can copy it:
-    a generator, and from Python 3.14 on most of `itertools`.
-    """
+    """Whether it is an iterator of Python's own that may give something, and is not copied."""
     is_ended = isinstance(value, types.GeneratorType) and value.gi_frame is None
-    return is_iterator(type(value)) and not is_ended and iterator_copy(value) is value
-
-
-_CALLS = type(iter(int, 1))
-"""Of a function that is called until it gives something."""
+    return is_iterator(type(value)) and not is_ended and type(value) is not itertools.count
 
 
 def start_of(count: itertools.count[Any]) -> tuple[Any, ...]:

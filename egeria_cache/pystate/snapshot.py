@@ -162,7 +162,6 @@ class Snapshot:
         self._alive: dict[int, Any] = {}
         self.used_up: str | None = None
         """Name of an iterator that `runs_out`: nobody can put it back."""
-        self._lending: list[tuple[Place, Any]] | None = None
         pending = deque(roots)
         for place in places:
             pending += self._keep(place)
@@ -226,15 +225,6 @@ class Snapshot:
                     place.write(place.where, new)
         for version in self._versions:
             version.__exit__(None, None, None)
-
-    def lend(self) -> None:
-        """Have copies stand in their places as `put_back` does, while all is as it was kept."""
-        if self._lending is None:
-            both = zip(self.places, self._kept, strict=True)
-            self._lending = [one for one in both if not _same(self._lent(*one), one[1])]
-        for place, kept in self._lending:
-            with Attempt():
-                place.write(place.where, self._lent(place, kept))
 
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""

@@ -971,7 +971,7 @@ class SkipEngine:
         code = reached(modules, functions, plan.unread, plan.until, beneath)
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
-        plan.guard = PrefixGuard(tensors, skipped, around, code, self._hashes, plan.objects)
+        plan.guard = PrefixGuard(tensors, skipped, around, code, self._hashes)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}

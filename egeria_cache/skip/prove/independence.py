@@ -6,7 +6,7 @@ dependence, or hide one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,8 +84,6 @@ _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
 _MAX_ODD, _COMPANY = 3, 6
 """Rows that float64 decides about, and rows that it runs together."""
-_FARTHER = 8.0
-"""How many times as far from the exact result rounding may take the same row in another batch."""
 
 
 def check_trained(traced: TracedBatch, plan: ReplayPlan, part: Recomputed) -> None:
@@ -195,48 +193,20 @@ def _check_precisely(
 ) -> None:
     """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
-    The oddest row of each suspect is run in company and by itself. That decides about the batch and
-    the suspects, too, where their results are about as far from these: all of them round alike.
+    The oddest row of each suspect is run in company and by itself, then the batch and the suspects.
     """
     others = sorted({row for part in suspects for row in part.rows}, reverse=True)
     company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
-    copied = traced.copies.fresh(doubled)
-
-    def compare(rows: Iterable[list[int]]) -> list[Recomputed]:
-        with Attempt() as tried, in_float64():
-            runs = [recompute(traced, part, copied=copied) for part in rows]
-        if tried.error is not None:
-            return []  # it cannot run so: the tolerance for the whole tensor has decided
-        for i, j in plan.slots().values():
-            spec = plan.tensor_spec((i, j))
-            for _, _, a, b in _pairs({}, spec, (i, j), runs):
-                if (error := slice_difference(a, b)) > _PRECISE:
-                    raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
-        return runs
-
-    runs = compare([company[::-1], *([row, row] for row in dict.fromkeys(odd))])
-    if any(_is_farther(traced, suspects, run, plan) for run in runs[1:]):
-        compare([list(range(traced.size)), *(part.rows for part in suspects)])
-
-
-def _is_farther(
-    traced: TracedBatch, suspects: Sequence[Recomputed], exact: Recomputed, plan: ReplayPlan
-) -> bool:
-    """Whether the batch's or a suspect's result is much farther than another's from the exact one
-    of a row.
-    """
-    row = exact.rows[0]
+    copied, apart = traced.copies.fresh(doubled), [[row, row] for row in dict.fromkeys(odd)]
+    whole = [list(range(traced.size)), *(part.rows for part in suspects)]
+    with Attempt() as tried, in_float64():
+        runs = [recompute(traced, rows, copied=copied) for rows in (company[::-1], *apart, *whole)]
+    if tried.error is not None:
+        return  # it cannot run so: the tolerance for the whole tensor has decided
     for i, j in plan.slots().values():
-        spec, value = plan.tensor_spec((i, j)), traced.leaf(i, j)
-        results = [(value, row)] if row < traced.size else []
-        results += [
-            (part.leaves[i][j], part.rows.index(row)) for part in suspects if row in part.rows
-        ]
-        own = spec.to_rows(exact.leaves[i][j])[:1]
-        errors = [slice_difference(own, spec.to_rows(leaf)[k : k + 1]) for leaf, k in results]
-        if max(errors) > max(_FARTHER * min(errors), tolerance(value, as_stored=True)):
-            return True
-    return False
+        for _, _, a, b in _pairs({}, plan.tensor_spec((i, j)), (i, j), runs):
+            if (error := slice_difference(a, b)) > _PRECISE:
+                raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
 
 
 def _blame(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.pystate import (
-    answers_itself,
-    attributes_of,
     is_compiled,
     is_library,
-    is_settings,
     own_dict,
 )
 from egeria_cache.skip.model.calls import ForwardSlot
@@ -51,11 +46,9 @@ class Observed:
     trace: PrefixTrace | None
     """Tensors, and random draws; None if the prefix is compiled."""
     noted: set[tuple[int, str]]
-    """(id of a module that is not skipped or of an object that modules hold, attribute)."""
+    """(id of a module that is not skipped, attribute)."""
     really: set[tuple[int, str]]
     """The same of the model itself, where a global leads to it and not to the copy that ran."""
-    held: dict[int, set[str]]
-    """Id of such an object -> what the modules' code names of it."""
     others: list[nn.Module]
     """Modules behind the boundary of which attributes were read."""
 
@@ -75,19 +68,17 @@ def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
     models, really = [(id(m), m) for m, copy in pairs if copy is not m], set[tuple[int, str]]()
-    held, noted, trace = _held(traced, copied), set[tuple[int, str]](), _trace(traced, copied)
-    copies += [(owner, copy) for owner, (copy, _) in held.items()]
+    noted, trace = set[tuple[int, str]](), _trace(traced, copied)
     with Attempt() as tried, _noting(copies, noted), _noting(models, really):
         recompute(traced, rows, trace=trace, copied=copied)
     if tried.error is None:
-        names = {owner: names for owner, (_, names) in held.items()}
-        return Observed(trace, noted | really, really, names, _others(traced, noted | really))
+        return Observed(trace, noted | really, really, _others(traced, noted | really))
     # Its code may ask for its own class: all that there is counts.
     copied = traced.copies.fresh()
     trace = _trace(traced, copied)
     recompute(traced, rows, trace=trace, copied=copied)
     noted = {(id(module), key) for module in traced.ancestors for key in vars(module)}
-    return Observed(trace, noted, set(), {}, [])
+    return Observed(trace, noted, set(), [])
 
 
 def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
@@ -104,8 +95,7 @@ def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:
 
 def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Module, str]]) -> None:
     """Note what the prefix reads beside tensors: `ReplayPlan.attributes` of the modules around it
-    and behind it, but for those that it moves itself, and `ReplayPlan.objects` of what modules
-    hold, a configuration, say.
+    and behind it, but for those that it moves itself.
     """
     plan.others = seen.others
     read_of = {id(module) for module in plan.not_skipped}
@@ -113,11 +103,6 @@ def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Modul
     plan.operators = {} if seen.trace is None else seen.trace.operators
     plan.until = {} if seen.trace is None else seen.trace.until
     plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
-    plan.objects = {
-        owner: frozenset(names | {key for known, key in seen.noted if known == owner})
-        for owner, names in seen.held.items()
-        if (owner, "__dict__") not in seen.noted  # it is read as a whole (`vars`, a copy)
-    }
 
 
 def _not_skipped(traced: TracedBatch) -> list[nn.Module]:
@@ -152,24 +137,6 @@ def _attributes(plan: ReplayPlan, names: set[tuple[int, str]]) -> frozenset[tupl
         for owner, key in found - moving
         if _may_count(key) and not isinstance(own[owner].get(key), ForwardSlot)
     )
-
-
-def _held(traced: TracedBatch, copied: ModelCopy) -> dict[int, tuple[Any, set[str]]]:
-    """Return copies of the objects that the prefix's modules hold, by id of the original, and the
-    names of what the modules' code reads of them: also what another batch might make it read.
-    """
-    held: dict[int, tuple[Any, set[str]]] = {}
-    for module in traced.prefix_modules():
-        there = own_dict(copied.of(module)) or {}
-        for key, value in (own_dict(module) or {}).items():
-            is_like = is_settings(value) and type(there.get(key)) is type(value)
-            if not is_like or answers_itself(type(value)):
-                continue
-            names = held.setdefault(id(value), (there[key], set()))[1]
-            forward = inspect.unwrap(type(module).forward)
-            if isinstance(forward, FunctionType):
-                names |= attributes_of(forward.__code__, key)
-    return held
 
 
 @contextmanager

@@ -81,8 +81,6 @@ class ReplayPlan:
     attributes: frozenset[tuple[int, str]] = frozenset()
     """(id of an ancestor or another module, name) that code around the boundary reads before it
     returns."""
-    objects: dict[int, frozenset[str]] = field(default_factory=dict)
-    """By id of an object that modules hold: which of its attributes are read, if that is known."""
     beside: dict[int, nn.Module] = field(default_factory=dict)
     """By id: modules that code of the prefix finds elsewhere than among the model's."""
     until: Mapping[CodeType, int] = field(default_factory=dict)

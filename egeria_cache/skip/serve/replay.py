@@ -346,7 +346,7 @@ def prefix(
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
     state = source.surroundings.but_modules(source.moving)
-    state.lend()
+    state.put_back(copies=True)
     try:
         with intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)

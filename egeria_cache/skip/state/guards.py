@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping
 from itertools import chain, zip_longest
 from operator import attrgetter, contains, itemgetter, methodcaller
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ class PrefixGuard:
         modules: (qualified name, module): the skipped modules; all are in inference mode.
         around: See `StateWatch`.
         code: Likewise.
-        objects: Likewise.
         hashes: What the tensors hold; without it a tensor that was written to is a changed one.
     """
 
@@ -55,9 +53,8 @@ class PrefixGuard:
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
         hashes: ContentHash | None = None,
-        objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code, objects
+        self._given = list(tensors), list(modules), list(around), code
         self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self.state.tensors]
@@ -69,7 +66,7 @@ class PrefixGuard:
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
         tensors = [self._now(i) for i in range(len(self._given[0]))]
-        return PrefixGuard(tensors, *self._given[1:4], None, self._given[4])
+        return PrefixGuard(tensors, *self._given[1:])
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
@@ -182,8 +179,6 @@ class StateWatch:
         around: (name, module, names): of code that surrounds the boundary only what was seen to be
             read before it returned, be it an attribute, a child, or of the class.
         code: The functions that they run.
-        objects: By id of an object that modules hold (a configuration): the attributes of it that
-            are read, where that is known. The others decide nothing.
     """
 
     def __init__(
@@ -191,10 +186,8 @@ class StateWatch:
         modules: Iterable[tuple[str, nn.Module]],
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
-        objects: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self._modules, self._around = list(modules), list(around)
-        self._objects = objects
         self._code = code or Code()
         self.rebound = False
         """Whether objects were replaced by equal ones since this was last set to False."""
@@ -202,7 +195,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = Layout(self._modules, self._around, self._code, self._objects)
+        layout = Layout(self._modules, self._around, self._code)
         self.has_hooks = bool(hooks_of(module for _, module in self._modules))
         self._layout = layout
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.

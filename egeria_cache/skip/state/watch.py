@@ -79,9 +79,8 @@ class Layout:
         modules: Iterable[tuple[str, nn.Module]],
         around: Iterable[tuple[str, nn.Module, Iterable[str]]],
         code: Code,
-        objects: Mapping[int, frozenset[str]],
     ) -> None:
-        self._code, self._apart, self._objects = code, code.unread, objects
+        self._code, self._apart = code, code.unread
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
         self.looks: list[tuple[str, Callable[[], Any]]] = []
@@ -125,7 +124,7 @@ class Layout:
             self._look_at_read(f"{name}.{key}", tensor, vars(tensor))
         self.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in HOOKS)
         for key, value in watched_attributes(module).items():
-            self.look_into(f"{name}.{key}", value)
+            self._look_at_held(f"{name}.{key}", value)
         for hook in own_hooks(module):
             self.look_into(f"a hook of {name}", getattr(hook, "__self__", hook))
 
@@ -140,7 +139,7 @@ class Layout:
                 continue
             places = [own, *(own[slot] for slot in _SLOTS), *self.spaces(type(module))]
             self.look_up(where, key, places)  # in PyTorch's order
-            self.look_into(where, own.get(key))
+            self._look_at_held(where, own.get(key))
         if "_modules" in keys:
             where = f"the children of {name!r}" if name else "the children of the model"
             if self._is_sequence:  # all that it does is to run one after another
@@ -206,7 +205,10 @@ class Layout:
 
     def _look_in_class(self, kind: type, key: str) -> None:
         self.look_up(where := f"{kind.__qualname__}.{key}", key, self.spaces(kind))
-        value = in_class(kind, key)
+        self._look_at_held(where, in_class(kind, key))
+
+    def _look_at_held(self, where: str, value: Any) -> None:
+        """Look at what a module, or a class, holds: of objects of the user's at what code names."""
         (self.look_at_named if has_settings(value) else self.look_into)(where, value)
 
     def _look_at(self, where: str, value: Any, held: Mapping[str, Any]) -> None:
@@ -281,12 +283,10 @@ class Layout:
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
         elif (own := own_dict(value)) is not None and not is_beyond(value):
-            named = self._objects.get(id(value))
-            if named is None and not any((id(value), key) in self._apart for key in own):
-                self.look_into(where, own, 2 * is_installed(type(value)))
+            if any((id(value), key) in self._apart for key in own):
+                self._look_at(where, value, own)
             else:
-                keys = own if named is None else sorted(named)
-                self._look_at(where, value, {key: own.get(key) for key in keys})
+                self.look_into(where, own, 2 * is_installed(type(value)))
         else:
             self._look_at(where, value, own_slots(value))
 
