@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -17,9 +16,9 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from egeria_cache.cache import draws_noted
 from egeria_cache.config import parse_size
@@ -63,68 +62,11 @@ _LISTED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationReport:
-    """One generation at a glance."""
-
-    name: str
-    boundary: str | None
-    """Last frozen module, if the generation's fields name one."""
-    num_samples: int
-    """Records: samples times variants."""
-    bytes_on_disk: int
-    raw_bytes: int
-    """Decoded."""
-    stored_bytes: int
-    """Encoded."""
-    lossy_error: float
-    """Relative, root mean square; 0 if lossless."""
-    codec: str | None
-    created: float
-    """Seconds since the epoch, as is `last_used`."""
-    last_used: float
-    in_use: bool
-    """A live process holds it."""
-    damage: str | None
-    """What proves it damaged; None if nothing does."""
-    note: str | None
-    """Why else it was not looked into."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Decoded bytes over encoded ones."""
-        return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
+Report = dict[str, Any]
+"""As `--json` prints it, of a directory or of a generation in it: docs/inspect.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """A cache directory at a glance."""
-
-    directory: Path
-    limit_bytes: int | None
-    """Of the run that last opened it."""
-    bytes_on_disk: int
-    generations: tuple[GenerationReport, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """No generation is known to be damaged."""
-        return all(one.damage is None for one in self.generations)
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What the records of one generation hold."""
-
-    fields: Mapping[str, str]
-    """Per name: dtype and shape, "varies" where the records differ."""
-    variants: Mapping[int, int]
-    """Records per variant."""
-    num_damaged: int
-    """Records whose heads cannot be read."""
-
-
-def survey(directory: Path) -> CacheReport:
+def survey(directory: Path) -> Report:
     """Read sizes and counts of all generations, without decoding a record.
 
     Raises:
@@ -137,30 +79,34 @@ def survey(directory: Path) -> CacheReport:
     root = read_json(directory / ROOT_NAME, ROOT_FORMAT)
     limit = root.get("limit_bytes")
     limit = limit if isinstance(limit, int) and 0 < limit < 2**63 else None
-    return CacheReport(
-        directory,
-        limit,
-        directory_bytes(directory),
-        tuple(_glance(path) for path in generation_directories(directory, damaged=True)),
-    )
+    found = [_glance(path) for path in generation_directories(directory, damaged=True)]
+    return {
+        "directory": str(directory),
+        "limit_bytes": limit,
+        "bytes_on_disk": directory_bytes(directory),
+        "healthy": all(one["damage"] is None for one in found),
+        "generations": found,
+    }
 
 
-def find_generation(report: CacheReport, text: str) -> GenerationReport:
+def find_generation(report: Report, text: str) -> Report:
     """Return the one generation whose name begins so, with or without "gen-".
 
     Raises:
         StoreError: None, or several.
     """
-    found = [one for one in report.generations if one.name.startswith((text, f"gen-{text}"))]
+    known: list[Report] = report["generations"]
+    found = [one for one in known if one["name"].startswith((text, f"gen-{text}"))]
     if len(found) != 1:
-        known = ", ".join(one.name for one in found or report.generations) or "none"
+        names = ", ".join(one["name"] for one in found or known) or "none"
         problem = "is ambiguous" if found else "is not there"
-        raise StoreError(f"generation {text!r} {problem}; candidates: {known}")
+        raise StoreError(f"generation {text!r} {problem}; candidates: {names}")
     return found[0]
 
 
-def contents(path: Path) -> Contents:
-    """Read the heads of all records of a generation.
+def contents(path: Path) -> Report:
+    """Read the heads of all records of a generation: what their fields are, how many records there
+    are of each random draw, and how many of which nothing can be read.
 
     Raises:
         StoreError: It cannot be opened.
@@ -177,10 +123,11 @@ def contents(path: Path) -> Contents:
             field, _ = record.field(position)
             text = str(field).removeprefix(f"{field.name}: ")
             shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
-    return Contents(shapes, dict(sorted(variants.items())), num_damaged)
+    drawn = dict(sorted(variants.items()))
+    return {"fields": shapes, "variants": drawn, "num_damaged": num_damaged}
 
 
-def _glance(path: Path) -> GenerationReport:
+def _glance(path: Path) -> Report:
     damage = "set aside: it could not be opened" if path.name.startswith(SET_ASIDE) else None
     manifest, note, num_samples, totals = None, None, 0, Totals()
     try:
@@ -194,21 +141,23 @@ def _glance(path: Path) -> GenerationReport:
     except (StoreError, OSError) as error:  # of now, or not ours
         note = str(error)
     boundary = manifest.fields.get("boundary") if manifest is not None else None
-    return GenerationReport(
-        path.name,
-        boundary if isinstance(boundary, str) else None,
-        num_samples,
-        directory_bytes(path),
-        totals.raw_bytes,
-        totals.stored_bytes,
-        totals.error.relative_rms,
-        None if totals.codec is None else totals.codec.label,
-        math.nan if manifest is None else manifest.created,
-        last_use(path),
-        in_use_elsewhere(path),
-        damage,
-        note,
-    )
+    raw_bytes, stored_bytes = totals.raw_bytes, totals.stored_bytes
+    return {
+        "name": path.name,
+        "boundary": boundary if isinstance(boundary, str) else None,
+        "num_samples": num_samples,
+        "bytes_on_disk": directory_bytes(path),
+        "raw_bytes": raw_bytes,
+        "stored_bytes": stored_bytes,
+        "ratio": raw_bytes / stored_bytes if stored_bytes else None,
+        "lossy_error": totals.error.relative_rms,
+        "codec": None if totals.codec is None else totals.codec.label,
+        "created": math.nan if manifest is None else manifest.created,
+        "last_used": last_use(path),
+        "in_use": in_use_elsewhere(path),
+        "damage": damage,
+        "note": note,
+    }
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
@@ -219,37 +168,25 @@ def _records(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One record that cannot be read."""
-
-    generation: str
-    sample: str
-    """The sample's ID, or the key where the ID cannot be told."""
-    reason: str
-
-
-class Verified(NamedTuple):
-    """One generation, checked."""
-
-    num_records: int
-    damage: list[Damage]
-
-
-def verify(path: Path) -> Verified:
-    """Check and decode every record of a generation.
+def verify(path: Path) -> tuple[int, list[Report]]:
+    """Check and decode every record of a generation; return how many there are, and the damage.
 
     Raises:
         StoreError: It cannot be told: a file is not ours, or cannot be opened now.
         OSError: The disk cannot be read.
     """
-    num_records, damage = 0, list[Damage]()
+    num_records, damage = 0, list[Report]()
+
+    def damaged(sample: str, reason: object) -> None:
+        damage.append({"generation": path.name, "sample": sample, "reason": str(reason)})
+
     try:
         if is_unfinished(path) or Manifest.read(path).format < FORMAT:
-            return Verified(0, damage)
+            return 0, damage
         # What another process writes to, it has looked at, and is not at rest.
         if not in_use_elsewhere(path) and (problem := tree_problem(path, believes_mark=False)):
-            return Verified(0, [Damage(path.name, "?", problem)])
+            damaged("?", problem)
+            return 0, damage
         with inspected(path) as view:
             coder = Coder()
             for key, record in view.records():
@@ -258,14 +195,13 @@ def verify(path: Path) -> Verified:
                     _decode(record, coder)
                 except ValueError as error:  # a RecordError is one
                     sample, variant = _sample(key)
-                    shown = f"{sample} (variant {variant})" if variant else sample
-                    damage.append(Damage(path.name, shown, str(error)))
+                    damaged(f"{sample} (variant {variant})" if variant else sample, error)
     except GoneError:
         pass
     except (DamagedError, OSError) as error:
         if os.path.lexists(path):  # else it was removed just now
-            damage.append(Damage(path.name, "?", str(error)))
-    return Verified(num_records, damage)
+            damaged("?", error)
+    return num_records, damage
 
 
 def _decode(record: Record | RecordError, coder: Coder) -> None:
@@ -284,65 +220,59 @@ def _sample(key: bytes) -> tuple[str, int]:
     return key.hex() if sample_id is None else repr(sample_id), variant
 
 
-def ls(options: argparse.Namespace, report: CacheReport) -> int:
+def ls(options: argparse.Namespace, report: Report) -> int:
     """List the generations; 1 if one is damaged."""
+    state = HEALTHY if report["healthy"] else DAMAGED
     if options.json:
-        print_json(
-            {
-                "directory": str(report.directory),
-                "limit_bytes": report.limit_bytes,
-                "bytes_on_disk": report.bytes_on_disk,
-                "healthy": report.healthy,
-                "generations": [_generation_json(one) for one in report.generations],
-            }
-        )
-        return HEALTHY if report.healthy else DAMAGED
+        print_json(report)
+        return state
     rows = [
         (
-            plain(one.name),
-            plain(one.boundary or "-"),
-            f"{one.num_samples:,}",
-            size(one.bytes_on_disk),
-            plain(f"damaged: {one.damage}" if one.damage else one.note or one.codec or "-"),
-            "now" if one.in_use else age(one.last_used) + " ago",
+            plain(one["name"]),
+            plain(one["boundary"] or "-"),
+            f"{one['num_samples']:,}",
+            size(one["bytes_on_disk"]),
+            plain(
+                f"damaged: {one['damage']}" if one["damage"] else one["note"] or one["codec"] or "-"
+            ),
+            "now" if one["in_use"] else age(one["last_used"]) + " ago",
         )
-        for one in report.generations
+        for one in report["generations"]
     ]
     if rows:
         print(table(_LISTED, rows, drop=("codec", "used")))
-    limit = report.limit_bytes
-    of_limit = f" of {size(limit)} ({report.bytes_on_disk / limit:.0%})" if limit else ""
-    count = len(rows)
-    print(f"{count} generation{'s' * (count != 1)}, {size(report.bytes_on_disk)}{of_limit}")
-    if report.directory.stat().st_mode & OTHERS_MAY_WRITE:
+    limit, used, count = report["limit_bytes"], report["bytes_on_disk"], len(rows)
+    of_limit = f" of {size(limit)} ({used / limit:.0%})" if limit else ""
+    print(f"{count} generation{'s' * (count != 1)}, {size(used)}{of_limit}")
+    if options.directory.stat().st_mode & OTHERS_MAY_WRITE:
         print(
             "others may write to this directory, so that training refuses it: chmod go-w "
-            f"{plain(report.directory)}"
+            f"{plain(options.directory)}"
         )
-    return HEALTHY if report.healthy else DAMAGED
+    return state
 
 
-def show(options: argparse.Namespace, report: CacheReport) -> int:
+def show(options: argparse.Namespace, report: Report) -> int:
     """Show one generation; 1 if a record of it is damaged."""
     one = find_generation(report, options.generation)
-    path = report.directory / one.name
+    path = options.directory / one["name"]
     manifest, inside = Manifest.read(path), contents(path)
-    state = DAMAGED if inside.num_damaged else HEALTHY
-    drawn = draws_noted(report.directory, manifest.fields)
+    state = DAMAGED if inside["num_damaged"] else HEALTHY
+    drawn = draws_noted(options.directory, manifest.fields)
     if options.json:
-        told = {"fields": dict(manifest.fields), "contents": dataclasses.asdict(inside)}
-        print_json({**_generation_json(one), **told, "random_draws": drawn})
+        told = {"fields": dict(manifest.fields), "contents": inside}
+        print_json({**one, **told, "random_draws": drawn})
         return state
-    sizes = f"{size(one.bytes_on_disk)} on disk, {size(one.raw_bytes)} decoded"
-    ratio = "" if one.ratio is None else f", ratio {one.ratio:.2f}"
-    print(f"{plain(one.name)}  {one.num_samples:,} records, {sizes}{ratio}")
-    print(f"created {age(one.created)} ago, in use: {'yes' if one.in_use else 'no'}")
-    if one.lossy_error:
-        print(f"lossy: relative error {one.lossy_error:.2e} (root mean square)")
+    sizes = f"{size(one['bytes_on_disk'])} on disk, {size(one['raw_bytes'])} decoded"
+    ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.2f}"
+    print(f"{plain(one['name'])}  {one['num_samples']:,} records, {sizes}{ratio}")
+    print(f"created {age(one['created'])} ago, in use: {'yes' if one['in_use'] else 'no'}")
+    if one["lossy_error"]:
+        print(f"lossy: relative error {one['lossy_error']:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in manifest.fields.items()}),
-        ("holds", inside.fields),
-        ("draws", {str(one): f"{count:,} records" for one, count in inside.variants.items()}),
+        ("holds", inside["fields"]),
+        ("draws", {str(n): f"{count:,} records" for n, count in inside["variants"].items()}),
     ):
         print(title)
         for name, text in pairs.items():
@@ -353,30 +283,29 @@ def show(options: argparse.Namespace, report: CacheReport) -> int:
     return state
 
 
-def verify_all(options: argparse.Namespace, report: CacheReport) -> int:
+def verify_all(options: argparse.Namespace, report: Report) -> int:
     """Decode every record; 1 if one is damaged."""
-    chosen = report.generations
+    chosen = report["generations"]
     if options.generation is not None:
-        chosen = (find_generation(report, options.generation),)
-    found = [verify(report.directory / one.name) for one in chosen]
+        chosen = [find_generation(report, options.generation)]
+    found = [verify(options.directory / one["name"]) for one in chosen]
     damage = [each for _, inside in found for each in inside]
     records = sum(count for count, _ in found)
     if options.json:
-        told = [dataclasses.asdict(each) for each in damage]
-        print_json({"healthy": not damage, "records": records, "damage": told})
+        print_json({"healthy": not damage, "records": records, "damage": damage})
     else:
         for each in damage:
-            print(plain(f"{each.generation}: sample {each.sample}: {each.reason}"))
+            print(plain(f"{each['generation']}: sample {each['sample']}: {each['reason']}"))
         verdict = f"{len(damage)} damaged" if damage else "all intact"
         where = f"{len(chosen)} generation{'s' * (len(chosen) != 1)}"
         print(f"{records:,} records in {where}: {verdict}")
     return DAMAGED if damage else HEALTHY
 
 
-def diff(options: argparse.Namespace, report: CacheReport) -> int:
+def diff(options: argparse.Namespace, report: Report) -> int:
     """Show the fields in which two generations differ."""
-    names = [find_generation(report, text).name for text in (options.generation, options.other)]
-    one, other = (Manifest.read(report.directory / name).fields for name in names)
+    names = [find_generation(report, text)["name"] for text in (options.generation, options.other)]
+    one, other = (Manifest.read(options.directory / name).fields for name in names)
     differing = differing_fields(one, other)
     if options.json:
         print_json(
@@ -412,39 +341,37 @@ def differing_fields(
     return differing
 
 
-def prune(options: argparse.Namespace, report: CacheReport) -> int:
+def prune(options: argparse.Namespace, report: Report) -> int:
     """Remove what is chosen of what no live process uses, or tell what that would be."""
     chosen = (options.unused, options.damaged, options.older_than, options.to_size)
     if not any(one not in (None, False) for one in chosen):
         raise ValueError("prune needs --older-than, --to-size, --unused or --damaged")
     unused = sorted(
-        (one for one in report.generations if not one.in_use), key=lambda one: one.last_used
+        (one for one in report["generations"] if not one["in_use"]), key=itemgetter("last_used")
     )
-    doomed = [one for one in unused if options.unused or (options.damaged and one.damage)]
+    doomed = [one for one in unused if options.unused or (options.damaged and one["damage"])]
     if options.older_than is not None:
         before = time.time() - 86_400 * options.older_than
-        doomed += [one for one in unused if one.last_used < before and one not in doomed]
+        doomed += [one for one in unused if one["last_used"] < before and one not in doomed]
     if options.to_size is not None:
         most = parse_size(options.to_size)
-        left = report.bytes_on_disk - sum(one.bytes_on_disk for one in doomed)
+        left = report["bytes_on_disk"] - sum(one["bytes_on_disk"] for one in doomed)
         for one in unused:
             if left > most and one not in doomed:
                 doomed.append(one)
-                left -= one.bytes_on_disk
-    return _remove(options, report, doomed)
+                left -= one["bytes_on_disk"]
+    return _remove(options, doomed)
 
 
-def _remove(
-    options: argparse.Namespace, report: CacheReport, doomed: list[GenerationReport]
-) -> int:
+def _remove(options: argparse.Namespace, doomed: list[Report]) -> int:
     """Remove the generations, or only list them; one that a live process uses always stays."""
-    names = [one.name for one in doomed]
-    gone = remove_generations(report.directory, names) if options.yes else ()
-    outcome = {name: "removed" if name in gone else "not ours, stays" for name in names}
+    sizes = {one["name"]: one["bytes_on_disk"] for one in doomed}
+    gone = remove_generations(options.directory, sizes) if options.yes else ()
+    outcome = {name: "removed" if name in gone else "not ours, stays" for name in sizes}
     if not options.yes:
-        outcome = dict.fromkeys(names, "would be removed")
-    outcome |= {one.name: "in use, stays" for one in doomed if one.in_use and one.name not in gone}
-    sizes = {one.name: one.bytes_on_disk for one in doomed}
+        outcome = dict.fromkeys(sizes, "would be removed")
+    in_use = (one["name"] for one in doomed if one["in_use"] and one["name"] not in gone)
+    outcome |= dict.fromkeys(in_use, "in use, stays")
     if options.json:
         print_json(
             {name: {"outcome": text, "bytes": sizes[name]} for name, text in outcome.items()}
@@ -457,11 +384,7 @@ def _remove(
     return HEALTHY
 
 
-def _generation_json(one: GenerationReport) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "ratio": one.ratio}
-
-
-def pack(options: argparse.Namespace, report: CacheReport) -> int:
+def pack(options: argparse.Namespace, report: Report) -> int:
     """Write one generation to a file; 1 if damaged records were left out.
 
     Raises:
@@ -471,7 +394,7 @@ def pack(options: argparse.Namespace, report: CacheReport) -> int:
     """
     one = find_generation(report, options.generation)
     with _written(options.file) as out:
-        done = pack_generation(report.directory / one.name, out)
+        done = pack_generation(options.directory / one["name"], out)
     _tell(options, done, {"packed": done.num_records, "damaged": done.num_damaged})
     return 1 if done.num_damaged else 0
 

@@ -189,7 +189,7 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     damage(path)
     if damage is not spoil_tree:  # the file's time does not tell of it: one start is lost at most
         os.utime(path / "data.mdb", ns=(time_ns, time_ns))
-    assert [one.generation for one in verify(path).damage] == [path.name]
+    assert [one["generation"] for one in verify(path)[1]] == [path.name]
     assert not is_untold or sum(use(copy)) < 4 * COUNT
     before = (path / "data.mdb").read_bytes()
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
@@ -197,9 +197,9 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     assert (aside / "data.mdb").read_bytes() == before
     assert len(warnings_of(caplog)) == 1 + is_untold
     report = survey(copy)
-    assert not report.healthy
-    assert [one.name for one in report.generations if one.damage] == [aside.name]
-    assert report.bytes_on_disk >= directory_bytes(aside)
+    assert not report["healthy"]
+    assert [one["name"] for one in report["generations"] if one["damage"]] == [aside.name]
+    assert report["bytes_on_disk"] >= directory_bytes(aside)
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -253,10 +253,11 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
         before = store.stats().stored_bytes
         keep(store, range(COUNT), values)
         assert store.stats().stored_bytes == before
-    (damage,) = verify(path).damage
-    assert damage.sample == "5"
-    assert "Input/output error" in damage.reason
-    assert (sum(contents(path).variants.values()), contents(path).num_damaged) == (COUNT - 1, 1)
+    (damage,) = verify(path)[1]
+    assert damage["sample"] == "5"
+    assert "Input/output error" in damage["reason"]
+    inside = contents(path)
+    assert (sum(inside["variants"].values()), inside["num_damaged"]) == (COUNT - 1, 1)
     done = pack(path, io.BytesIO())
     assert (done.num_records, done.num_damaged) == (COUNT - 1, 1)
     monkeypatch.undo()
@@ -349,8 +350,8 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
             with pytest.raises(StoreError, match="Input/output error"):
                 store.open_generation(fields)
         for path in paths:
-            (damaged,) = verify(path).damage
-            assert "Input/output error" in damaged.reason
+            (damaged,) = verify(path)[1]
+            assert "Input/output error" in damaged["reason"]
     assert [(path / "data.mdb").read_bytes() for path in paths] == before
     with monkeypatch.context() as patched, ActivationStore(copy) as store:
         generation = store.open_generation(FIELDS[0])
@@ -374,7 +375,7 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
         patched.setattr(os, "open", refuse)
         with pytest.raises(StoreError):
             store.open_generation(FIELDS[0])
-        assert not any(one.damage for one in survey(copy).generations)
+        assert not any(one["damage"] for one in survey(copy)["generations"])
         patched.undo()
         assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
     assert not list(copy.glob("damaged-*"))
@@ -628,7 +629,7 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
             if pid and committed >= wanted and not last:
                 os.kill(pid, signal.SIGKILL)
         for path in directory.glob("gen-*"):
-            assert list(verify(path).damage) == []
+            assert list(verify(path)[1]) == []
         with ActivationStore(directory) as store:
             hit = assert_right(store, range(committed + 64))
             assert hit[:committed].all()
@@ -647,12 +648,12 @@ def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made
         (generation / name).unlink()
         if name in made:
             (generation / name).touch()
-    assert survey(directory).generations[0].damage is None
+    assert survey(directory)["generations"][0]["damage"] is None
     # As who looks just before, and opens it when it was removed and is made anew.
     with pytest.raises(GoneError if "data.mdb" in made else DamagedError), inspected(generation):
         pass
     for path in directory.glob("gen-*"):
-        assert list(verify(path).damage) == []
+        assert list(verify(path)[1]) == []
     with ActivationStore(directory) as store:
         keep(store, [1], rows([1]))
         assert assert_right(store, [1]).all()
@@ -869,7 +870,7 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     for path in tmp_path.glob("cache-*/gen-*"):
         assert not in_use_elsewhere(path)
-        assert len(list(verify(path).damage)) == 0
+        assert len(list(verify(path)[1])) == 0
     with ActivationStore(tmp_path / "cache-0") as store:
         assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
 
