@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from egeria_cache.device import random_states, seed_everywhere, set_random_states
+from egeria_cache.pystate.foreign import SINGLES
+from egeria_cache.pystate.places import Generator
+
+_OF_THE_HOST = tuple(Generator("", single) for single in SINGLES)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """The generators that a forward may draw from."""
 
-    cpu: Tensor
+    host: tuple[bytes, ...]
     device: tuple[Tensor, ...]
-    python: Any
-    numpy: Any
 
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states."""
-        numpy = np.random.get_state()
-        return cls(torch.get_rng_state(), random_states(), random.getstate(), numpy)
+        return cls(tuple(one.read(one.where) for one in _OF_THE_HOST), random_states())
 
     @staticmethod
     def seed(number: int) -> None:
         """Begin all of them anew, somewhere else for every number."""
         seed_everywhere(number)
-        random.seed(number)
-        np.random.seed(number)
+        for one in _OF_THE_HOST:
+            one.seed(one.where, number)
 
     def restore(self) -> None:
         """Make them the present ones."""
-        torch.set_rng_state(self.cpu)
+        for one, state in zip(_OF_THE_HOST, self.host, strict=True):
+            one.write(one.where, state)
         set_random_states(self.device)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
 
     def equals(self, other: RandomState) -> bool:
         """Whether the same numbers would be drawn."""
-        return (
-            all(map(torch.equal, (self.cpu, *self.device), (other.cpu, *other.device)))
-            and self.python == other.python
-            and self.numpy[2:] == other.numpy[2:]
-            and np.array_equal(self.numpy[1], other.numpy[1])
-        )
+        return self.host == other.host and all(map(torch.equal, self.device, other.device))

@@ -238,12 +238,12 @@ class Snapshot:
         """Return what they, or the copies `of` them, are like by now."""
         return [self._lent(place, place.read(of(place.where))) for place in self.places]
 
-    def moved(self, once: list[Any], twice: list[Any]) -> Iterator[Moved]:
-        """Yield what differs between two such times, and can be put ahead."""
+    def moved(self, once: list[Any], twice: list[Any], *, wholly: bool = False) -> Iterator[Moved]:
+        """Yield what differs between two such times, and can be put ahead: `wholly`, or at all."""
         for place, before, after in zip(self.places, once, twice, strict=True):
-            parts = [Moved(place, None, before, after)]
-            if place.has_names:
-                parts = [Moved(place, name, before.get(name), after[name]) for name in after]
+            parts = [Moved(place, None, before, after, wholly)]
+            if place.has_names or (wholly and isinstance(after, dict)):
+                parts = [Moved(place, key, before.get(key), after[key], wholly) for key in after]
             for part in parts:
                 with Attempt():
                     if part.has_gone_on():
@@ -255,16 +255,8 @@ class Snapshot:
         Args:
             of: Returns the copy that was run of what was copied, else the thing itself.
         """
-        found = []
-        for place, before in zip(self.places, self._kept, strict=True):
-            if id(place.where) in self.apart:
-                continue
-            after = place.read(of(place.where))
-            parts = [Moved(place, None, before, after, True)]
-            if isinstance(after, dict):
-                parts = [Moved(place, key, before.get(key), after[key], True) for key in after]
-            found += [one for one in parts if one.has_gone_on()]
-        return found
+        found = self.moved(self._kept, self.now(of), wholly=True)
+        return [one for one in found if id(one.where) not in self.apart]
 
     def _lent(self, place: Place, kept: Any) -> Any:
         """Return it with copies of what cannot be set back."""

@@ -125,6 +125,10 @@ def tallying(layer, h):
     return h
 
 
+def timing(model, x):
+    return TALLY.update(at=time.time()) or Net.front(model, x)
+
+
 def noting(layer, h):
     TALLY["seen"].append(len(h))
     return h
@@ -146,6 +150,7 @@ MOVING = {
         lambda: layered(lambda m, h: setattr(m, "last", float(h.mean())) or h), "'early.last' is"
     ),
     "a count outside": (lambda: layered(tallying), "'calls' moves with every call"),
+    "the time": (lambda: net(front=timing), "'at' moves with every call"),
     "a list that the head fills, too": (
         lambda: headed(noting, early=layered(noting).early), "a list outside of the model moves"
     ),
@@ -206,7 +211,6 @@ def test_what_a_forward_says_is_said_once_a_step(run):
 
 FRONTS = {
     "draws to no effect": lambda: net(front=idle),
-    "the time": lambda: net(front=lambda m, x: TALLY.update(at=time.time()) or Net.front(m, x)),
     "asks a function that remembers": lambda: net(
         front=lambda m, x: Net.front(m, x * positions(len(x)))
     ),

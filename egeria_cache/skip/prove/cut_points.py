@@ -9,8 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from egeria_cache.pystate import names_in, reached
 from egeria_cache.skip.model.calls import CallRecord, Recorder
-from egeria_cache.skip.prove.traced_batch import leaves_behind
-from egeria_cache.skip.serve.trace import tensors_in
+from egeria_cache.skip.serve.trace import leaves_behind, tensors_in
 
 
 def frozen_cut_points(

@@ -29,7 +29,7 @@ from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy
 from egeria_cache.skip.serve.call import Invocation, Layout
 from egeria_cache.skip.serve.replay import PrefixDone
-from egeria_cache.skip.serve.trace import PrefixTrace
+from egeria_cache.skip.serve.trace import PrefixTrace, leaves_behind
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
 _FEW = 9
@@ -348,27 +348,6 @@ def _places(at: TracebackType | None) -> Iterator[TracebackType]:
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules without repetition, in order."""
     return list({id(module): module for module in modules}.values())
-
-
-def leaves_behind(output: Any, seen: set[Any] | None = None) -> list[Tensor]:
-    """Return the leaf tensors that gradients of `output` would flow to.
-
-    Args:
-        output: Tensors, in any structure.
-        seen: Nodes of autograd's graph that are passed over; those of this output join them.
-    """
-    seen = set() if seen is None else seen
-    pending = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    found: list[Tensor] = []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            found.append(variable)
-        pending.extend(following for following, _ in node.next_functions)
-    return found
 
 
 def trainable(module: nn.Module) -> str | None:

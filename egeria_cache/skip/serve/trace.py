@@ -20,15 +20,6 @@ from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.placeholder import innermost_module
 
 _ATEN = torch.ops.aten
-_UNFOLLOWED = frozenset(
-    overload
-    for packet in (
-        _ATEN.detach, _ATEN.eq, _ATEN.ne, _ATEN.lt, _ATEN.le, _ATEN.gt, _ATEN.ge, _ATEN.argmax,
-        _ATEN.argmin, _ATEN.isnan, _ATEN.isfinite, _ATEN.isinf, _ATEN.bucketize, _ATEN.argsort,
-    )
-    for overload in (getattr(packet, name) for name in packet.overloads())
-)  # fmt: skip
-"""Operators without a derivative."""
 _PAST_OPERATORS = {
     Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.numpy,
     Tensor.__array__, Tensor.__dlpack__,
@@ -57,7 +48,8 @@ class PrefixTrace(TorchDispatchMode):
             if tensor.numel():
                 self._known.setdefault(_address(tensor), []).append((named, bytes_of(tensor)))
         self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """By id: what operators made of trained tensors alone, which keeps it, and of which."""
+        """By id: what was made of trained tensors alone, or is detached, which keeps it, and of
+        which."""
         self._step = -1
         self.read: dict[int, set[int]] = {}
         """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
@@ -99,7 +91,8 @@ class PrefixTrace(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
         """A tensor is read; note it, or what it was made of, if that is the model's."""
-        for one in self._sources(tensor) or [tensor]:
+        behind = [] if is_followed else leaves_behind(tensor)
+        for one in self._sources(tensor) or [tensor, *behind]:
             found = self._known.get(_address(one), ())
             taken = bytes_of(one) if len(found) > 1 else range(0)
             for named, lies in found:
@@ -119,13 +112,14 @@ class PrefixTrace(TorchDispatchMode):
         with _Memory(self._note_past), self:
             yield
 
-    def _is_followed(self, func: Any, tensor: Tensor) -> bool:
-        """Whether autograd knows what an operator makes of a trained tensor."""
-        if func is _ATEN.detach.default and id(tensor) in self._made:
+    def _is_followed(self, func: Any, tensor: Tensor, made: Sequence[Tensor]) -> bool:
+        """Whether autograd knows what an operator has made of a trained tensor."""
+        if func is _ATEN.detach.default:
             return True  # autograd does so itself, to keep a result; who reads that is seen
         if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
             return False
-        return func not in _UNFOLLOWED and torch.Tag.data_dependent_output not in func.tags
+        is_read = torch.Tag.data_dependent_output in func.tags
+        return not is_read and any(one.is_floating_point() or one.is_complex() for one in made)
 
     def __torch_dispatch__(
         self,
@@ -136,9 +130,9 @@ class PrefixTrace(TorchDispatchMode):
     ) -> Any:
         given = tensors_in((args, kwargs := kwargs or {}))
         sources = list(map(self._sources, given))
-        for tensor in given:
-            self._note(tensor, is_followed=self._is_followed(func, tensor))
-            self.dtypes.add(tensor.dtype)
+        if func is _ATEN.detach.default:
+            sources = [sources[0] or leaves_behind(given)]
+        self.dtypes.update(tensor.dtype for tensor in given)
         if (own := OPDEFS.get(func._schema.name)) is not None:
             self.operators[func._schema.name] = own
         self.branches |= _shows_values(func, given)
@@ -147,10 +141,13 @@ class PrefixTrace(TorchDispatchMode):
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
         before = _generators() if may_draw else []
         result = func(*args, **kwargs)
+        made = tensors_in(result)
+        for tensor in given:
+            self._note(tensor, is_followed=self._is_followed(func, tensor, made))
         if may_draw and not all(map(torch.equal, before, _generators())):
             self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         if sources and all(sources):
-            self._made |= {id(one): (one, [*chain(*sources)]) for one in tensors_in(result)}
+            self._made |= {id(one): (one, [*chain(*sources)]) for one in made}
         return result
 
 
@@ -199,6 +196,27 @@ def known_tensors(model: nn.Module) -> list[Named]:
                         if isinstance(one, Tensor):
                             found.setdefault(id(one), (dot + key, module, one))
     return list(found.values())
+
+
+def leaves_behind(output: Any, seen: set[Any] | None = None) -> list[Tensor]:
+    """Return the leaf tensors that gradients of `output` would flow to.
+
+    Args:
+        output: Tensors, in any structure.
+        seen: Nodes of autograd's graph that are passed over; those of this output join them.
+    """
+    seen = set() if seen is None else seen
+    pending = [leaf.grad_fn for leaf in tensors_in(output)]
+    found: list[Tensor] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.append(variable)
+        pending.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
