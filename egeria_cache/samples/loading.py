@@ -96,9 +96,8 @@ class SampleLoader:
     """Loads a dataset's samples, each under its own stateless seed.
 
     Seeding takes longer than a cheap sample. So only the generators are seeded that a sample was
-    seen to draw from; the others are watched, the first sample alone and batch by batch from then
-    on. When one has moved, what was loaded is dropped and loaded again, seeded: the
-    result does not depend on when drawing is noticed.
+    seen to draw from; the others are watched, batch by batch. When one has moved, what was loaded
+    is dropped and loaded again, seeded: the result does not depend on when drawing is noticed.
 
     The global generators are restored afterwards only in the main process: a worker's are its own.
     """
@@ -112,7 +111,6 @@ class SampleLoader:
         generators of their own, which they let be seeded."""
         self.gets_many = True
         """Whether the data set is asked for a batch at a time, if it can be."""
-        self._is_first = True
         self._num_undrawn = 0
         self.company = Company()
 
@@ -160,23 +158,13 @@ class SampleLoader:
         if getattr(self.dataset, "__getitems__", None):
             # What it gives may depend on the whole batch: it is asked for that, unless it draws.
             task = task._replace(seeds_all=False)
-        elif self._is_first:
-            self._is_first = False
-            samples: list[Any] = []
-            for rows in ([0], range(1, len(task.ids))):
-                found = self._load(task.at(rows), transforms)
-                if not isinstance(found, list):
-                    break
-                samples += found
-            else:
-                return samples
         return self._load(task, transforms)
 
     def load_undrawn(self, indices: list[Any]) -> Any:
         """Return samples as the data set gives them; None if any draws, as far as that is known:
         they are to be loaded by `load`.
         """
-        if self.drawn or self._is_first:
+        if self.drawn:
             return None
         self._num_undrawn = num = self._num_undrawn + 1
         if num & (num - 1) and num % _SELDOM:
