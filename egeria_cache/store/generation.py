@@ -281,7 +281,7 @@ class Generation:
 
     @property
     def _takes_more(self) -> bool:
-        held = self._held is not None and self._held.writes and self._stopped is None
+        held = self._held is not None and self._stopped is None
         return held and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:

@@ -108,9 +108,7 @@ class ActivationStore:
             check_choice("storage_dtype", storage_dtype, StorageDtype)
         self._codec, self._storage = codec, storage_dtype
         self._force_network = force_network
-        self.writable = claim_directory(
-            self.directory, self.limit_bytes, force_network=force_network
-        )
+        claim_directory(self.directory, self.limit_bytes, force_network=force_network)
         self.was_used = bool(generation_directories(self.directory))
         """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
@@ -174,22 +172,18 @@ class ActivationStore:
 
     def _open(self, directory: Path, fields: Mapping[str, Any], num_expected: int) -> Generation:
         aside = None
-        if not self.writable:
-            opened = self._open_files(directory, fields)
-        else:
-            if not in_use_elsewhere(directory):  # before the lock is held: it may take long
-                with contextlib.suppress(OSError, StoreError):  # it is asked for again
-                    tree_problem(directory)
-            with self._budget.locked():
-                try:
-                    opened = self._open_files(directory, fields)
-                except DamagedError as damage:
-                    # It is only a cache: what cannot be salvaged is filled again, beside what is
-                    # left.
-                    aside = set_aside(directory)
-                    logger.warning("%s; it is set aside as %s", damage, aside.name)
-                    opened = self._open_files(directory, fields)
-                self._budget.make_room(0)  # the limit may be lower than it was
+        if not in_use_elsewhere(directory):  # before the lock is held: it may take long
+            with contextlib.suppress(OSError, StoreError):  # it is asked for again
+                tree_problem(directory)
+        with self._budget.locked():
+            try:
+                opened = self._open_files(directory, fields)
+            except DamagedError as damage:
+                # It is only a cache: what cannot be salvaged is filled again, beside what is left.
+                aside = set_aside(directory)
+                logger.warning("%s; it is set aside as %s", damage, aside.name)
+                opened = self._open_files(directory, fields)
+            self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
             *opened, writer=self._writer, budget=self._budget, counts=self._counts,
             codec=self._codec, storage=self._storage, num_expected=num_expected,
@@ -205,16 +199,15 @@ class ActivationStore:
             raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
         if not is_unfinished(directory):
             manifest = self._read_manifest(directory, fields)
-            return manifest, GenerationFiles(directory, writes=self.writable)
-        manifest, why = Manifest.new(fields), "the directory is read-only"
-        if self.writable:
-            needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
-            if self._budget.make_room(needed) >= needed:
-                directory.mkdir(mode=0o700, exist_ok=True)
-                manifest.write(directory)
-                return manifest, GenerationFiles(directory, writes=True)
-            why = f"the limit of {self.limit_bytes} bytes has no room for another one"
-            logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
+            return manifest, GenerationFiles(directory)
+        manifest = Manifest.new(fields)
+        needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
+        if self._budget.make_room(needed) >= needed:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            manifest.write(directory)
+            return manifest, GenerationFiles(directory)
+        why = f"the limit of {self.limit_bytes} bytes has no room for another one"
+        logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
         return manifest, why
 
     def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
@@ -225,8 +218,7 @@ class ActivationStore:
                 return manifest
         logger.warning("the description of %s is damaged; it is written anew", directory)
         manifest = Manifest.new(fields)
-        if self.writable:
-            manifest.write(directory)
+        manifest.write(directory)
         return manifest
 
     # -- alone ------------------------------------------------------------------------------

@@ -697,24 +697,6 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
         assert assert_right(store, range(12), 20).sum() == 10
 
 
-def test_a_reader_that_may_not_lock_sees_only_whole_records(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    with ActivationStore(directory, codec="raw") as writer:
-        keep(writer, [0], torch.zeros(1, 100))
-        monkeypatch.setattr("egeria_cache.store.disk.place.os.access", lambda *args: False)
-        with ActivationStore(directory) as reader:
-            for one in range(1, 200):
-                while not writer.put_batch([one], torch.full((1, 100), float(one))):
-                    assert writer.flush(DEADLINE_S)  # the queue is full: this one was dropped
-                got, hit = reader.get_batch(range(200))
-                for row in hit.nonzero()[0].tolist():
-                    assert (got[row] == row).all()
-            assert writer.flush(DEADLINE_S)
-            assert reader.get_batch(range(200))[1].all()
-            assert reader.stats().corrupt == 0
-            assert not reader.put_batch([500], torch.zeros(1, 100))
-
-
 # -- limits and disks ------------------------------------------------------------------------
 
 

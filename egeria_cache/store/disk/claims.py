@@ -87,17 +87,15 @@ class Claim:
             where the directory is gone: it is just being removed, and can be made anew.
     """
 
-    def __init__(self, directory: Path, *, readonly: bool) -> None:
-        flags = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
+    def __init__(self, directory: Path) -> None:
         try:
-            self._descriptor = open_own(directory / IN_USE_NAME, flags)
+            self._descriptor = open_own(directory / IN_USE_NAME, os.O_RDWR | os.O_CREAT)
             self.release = weakref.finalize(self, unlock, self._descriptor, os.getpid())
             """May be called twice; happens by itself to a claim that is dropped."""
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.fstat(self._descriptor).st_nlink == 0:  # removed between opening and locking
                 raise BlockingIOError
-            if not readonly:
-                os.utime(self._descriptor)
+            os.utime(self._descriptor)
         except (FileNotFoundError, BlockingIOError) as error:
             raise OSError(errno.EBUSY, "it is being removed", str(directory)) from error
 

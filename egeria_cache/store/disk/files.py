@@ -90,7 +90,7 @@ def inspected(directory: Path) -> Iterator[View]:
         OSError: It cannot be read now.
     """
     Manifest.read(directory).check_current()
-    files = GenerationFiles(directory, writes=False, claims=False)
+    files = GenerationFiles(directory, inspects=True)
     try:
         with files.reading() as view:
             yield view
@@ -99,7 +99,7 @@ def inspected(directory: Path) -> Iterator[View]:
 
 
 class GenerationFiles:
-    """Records of one generation. To inspect it, they are not claimed.
+    """Records of one generation. To inspect it, they are neither claimed nor written to.
 
     Raises:
         DamagedError: They cannot be trusted to LMDB, or are lost.
@@ -107,8 +107,8 @@ class GenerationFiles:
         OSError: A file cannot be opened now; EBUSY where another process is just removing it.
     """
 
-    def __init__(self, directory: Path, *, writes: bool, claims: bool = True) -> None:
-        self.directory, self.writes = directory, writes
+    def __init__(self, directory: Path, *, inspects: bool = False) -> None:
+        self.directory = directory
         self.identity = xxhash.xxh3_64_intdigest(directory.name.encode())
         """Part of every checksum."""
         self.layout: Layout | None = None
@@ -121,12 +121,12 @@ class GenerationFiles:
         self._is_open = threading.Lock()
         """Taken for good by whoever closes them."""
         vetted = in_use_elsewhere(directory)
-        self._claim = Claim(directory, readonly=not writes) if claims else None
+        self._claim = None if inspects else Claim(directory)
         try:
-            self._environment = Environment.open(directory, writes=writes, vetted=vetted)
+            self._environment = Environment.open(directory, writes=not inspects, vetted=vetted)
         except BaseException as error:
             self._unclaim()
-            if isinstance(error, FileNotFoundError) and not writes:
+            if isinstance(error, FileNotFoundError) and inspects:
                 raise DamagedError(f"{directory / DATA_NAME} is missing") from None
             raise
 
@@ -135,7 +135,7 @@ class GenerationFiles:
         wanted, unless another process uses them. Only the first call does anything.
         """
         if self._is_open.acquire(blocking=False):
-            if removes and self.writes and self._claim is not None and self._claim.alone():
+            if removes and self._claim is not None and self._claim.alone():
                 remove_directory(self.directory)
             self._environment.close()
             self._unclaim()
@@ -150,7 +150,7 @@ class GenerationFiles:
         if not self._environment.is_lost:
             return self
         self.close()
-        return GenerationFiles(self.directory, writes=self.writes)
+        return GenerationFiles(self.directory)
 
     def _unclaim(self) -> None:
         if self._claim is not None:

@@ -37,11 +37,8 @@ NETWORK_TYPES = frozenset(
 """Where hosts see different contents of a file, or file locks are not reliable."""
 
 
-def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -> bool:
+def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -> None:
     """Create the directory, or check that it is a cache this release can use.
-
-    Returns:
-        Whether it can be written; an existing cache may lie on a read-only disk.
 
     Raises:
         StoreError: It cannot be used; the message says why, and what to do.
@@ -61,7 +58,8 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         # A beginning by another process, or by one that was killed, is not foreign.
         names = sorted(path.name for path in directory.iterdir())
         if ROOT_NAME in names:
-            return _join(root, limit_bytes)
+            _join(root, limit_bytes)
+            return
         foreign = [name for name in names if not name.startswith(OURS)]
         if foreign:
             raise StoreError(
@@ -74,9 +72,8 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
             f"{directory} is not a directory; give the path of one, which need not exist yet"
         ) from error
     except OSError as error:
-        hint = "; check its owner and mode" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        hint = "; check its owner and mode" if isinstance(error, PermissionError) else ""
         raise StoreError(f"{directory} cannot be written: {error.strerror}{hint}") from error
-    return True
 
 
 def filesystem_type(path: Path) -> str | None:
@@ -92,27 +89,21 @@ def filesystem_type(path: Path) -> str | None:
     return above[-1].fstype if above else None
 
 
-def _join(root: Path, limit_bytes: int) -> bool:
+def _join(root: Path, limit_bytes: int) -> None:
     """Read the root of an existing cache, and note our limit in it, for `cache-inspect` alone."""
     try:
         content = read_json(root, ROOT_FORMAT)
     except DamagedError as error:  # nothing in it is needed
         logger.warning("%s; it is written anew", error)
         content = {}
-    try:
-        if not os.access(root.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-        if content.get("limit_bytes") != limit_bytes:
+    if not os.access(root.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if content.get("limit_bytes") != limit_bytes:
+        try:
             _write_root(root, limit_bytes, content)
-    except OSError as error:
-        if error.errno in FULL:
-            return True
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        why = "cannot be written (%s): what it holds is served, nothing is stored"
-        logger.warning(f"%s {why}", root.parent, error.strerror)
-        return False
-    return True
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
 
 def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = None) -> None:
