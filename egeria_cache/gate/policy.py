@@ -10,7 +10,8 @@ steps have the last word: part J of docs/architecture.md.
 A batch of misses costs more than it would without a cache, since it is captured and written. So a
 few batches that could be served are computed all the same, ever fewer of them: the controls. Their
 results are what would have been served. They come in twos, for a step that is computed after served
-ones finds neither its memory nor its code warm: the second counts.
+ones finds neither its memory nor its code warm: the second counts. Where no step was computed
+before, say in a second run over the same directory, they come in fours.
 
 Most batches of random samples are mixed for ever: some of their draws are new. Where at least half
 of a batch is read, it counts as served, with all that its misses took.
@@ -253,7 +254,8 @@ class StepTimer:
         if self._num_asked:
             self._num_asked -= 1
             return True
-        first = self._num_planned & ~3  # the 16th and three more, the 64th and three more, ...
+        # The 16th and the next, the 64th and the next, ...; more where nothing else tells.
+        first = self._num_planned & (~1 if self._computed_s else ~3)
         return first >= _FIRST_CONTROL and first.bit_count() == first.bit_length() % 2 == 1
 
     @property

@@ -23,8 +23,9 @@ _MIXED_S = 4e-3
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
 _STORED_S = 3e-3
 """What it costs beside that to store a batch, for either (benchmarks.short)."""
-_MIN_EPOCHS, _LATER = 2, 4
-"""Epochs that are expected; who ran so many goes on for one: a proof late in a run is lost."""
+_MIN_EPOCHS, _LATER = {False: 2, True: 4}, 4
+"""Epochs that are expected, more where samples are random: who augments trains for long. Who ran so
+many goes on for one: a proof late in a run is lost."""
 _NUM_TIMED = 2
 """The least of these counts: the first warms up. What is timed is not stored."""
 
@@ -71,9 +72,11 @@ class Schedule:
     def why_not(self) -> str | None:
         """Say why a proof would not be won back; None if it would."""
         front_s, load_s = min(self.fronts, default=0.0), min(self.loads, default=0.0)
-        to_come = max(_MIN_EPOCHS, self.num_epochs - self.epoch - 1, self.epoch // _LATER)
+        is_random = self.hits < 1
+        known = self.num_epochs - self.epoch - 1
+        to_come = max(_MIN_EPOCHS[is_random], known, self.epoch // _LATER)
         steps = self.num_batches * (to_come + self.is_stored)
-        served_s = _HIT_S[self.padded] if self.hits == 1 else _MIXED_S
+        served_s = _MIXED_S if is_random else _HIT_S[self.padded]
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
         proof_s = _PROOF_FORWARDS[self.padded] * min(self.forwards, default=0.0) + _PROOF_S
         proof_s += 0.0 if self.is_stored else self.num_batches * _STORED_S

@@ -102,12 +102,12 @@ def test_controls_tell_what_a_computed_step_costs_without_capture():
     assert timer.verdict[1] == "1,000,000 us a sample from the cache, 500,000 computed"
 
 
-def test_controls_become_ever_rarer():
-    timer = StepTimer()
+@pytest.mark.parametrize(("timer", "num"), [(StepTimer(), 4), (timer_of(1.0, 0.5), 2)])
+def test_controls_become_ever_rarer(timer, num):
     planned = [timer.wants_control() for _ in range(300)]
     assert [at for at, wants in enumerate(planned, 1) if wants] == [
-        *range(16, 20), *range(64, 68), *range(256, 260)
-    ]  # fmt: skip
+        at + more for at in (16, 64, 256) for more in range(num)
+    ]
 
 
 def timer_of_steps(*steps):
@@ -158,7 +158,7 @@ def test_controls_are_computed_and_change_nothing(tmp_path, monkeypatch, workers
     losses, misses = [one[0] for one in runs], [one[3].misses for one in runs]
     assert losses[0] == losses[1] == losses[2]
     assert misses[0] == 96
-    assert misses[1] == 96 + 4 * 8  # of 48 batches that were planned from the cache
+    assert misses[1] == 96 + 2 * 8  # of 48 batches that were planned from the cache
 
 
 def test_a_mixed_batch_that_does_not_pay_stops_skipping(tmp_path, monkeypatch):
