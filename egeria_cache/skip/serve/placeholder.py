@@ -12,7 +12,6 @@ and the placeholders stand for these numbers: no code of the user's runs a secon
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import sys
@@ -86,11 +85,8 @@ class _Object:
 
     known: Callable[[], Any]
     """Returns it, or None."""
-    parts: Any
-    """Of what it is made anew, as `copy` would; None if that cannot be."""
 
 
-_made_of: Callable[..., Any] = copy._reconstruct  # type: ignore[attr-defined]
 _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
@@ -116,25 +112,6 @@ def _sources_in(node: Any) -> frozenset[Source] | None:
 
 def _sources_of(one: Any) -> frozenset[Source]:
     return one.sources if isinstance(one, Placeholder) else one._sources
-
-
-def _reduced(node: Any) -> tuple[Any, ...]:
-    """Return of what an object is made anew: what makes it, and what that is given."""
-    if not isinstance(node, types.FunctionType):
-        reduced = node.__reduce_ex__(4)
-        assert isinstance(reduced, tuple)  # not the name of a global
-        return *reduced[:3], *(list(some or ()) for some in reduced[3:5])
-    made_by = functools.partial(_function, node.__code__, node.__globals__, node.__name__)
-    contents = [cell.cell_contents for cell in node.__closure__ or ()]
-    state = node.__dict__, {"__kwdefaults__": node.__kwdefaults__}
-    return made_by, (node.__defaults__, contents), state
-
-
-def _function(
-    code: types.CodeType, names: dict[str, Any], name: str, defaults: Any, contents: list[Any]
-) -> types.FunctionType:
-    cells = tuple(map(types.CellType, contents))
-    return types.FunctionType(code, names, name, defaults, cells)
 
 
 def _version(tensor: Tensor) -> int:
@@ -207,26 +184,19 @@ class Scene:
             gc.is_tracked(node) and not isinstance(node, nn.Module | type)
         ):
             inner = functools.partial(self.marked, depth=depth - 1)
-            if depth and type(node) in (tuple, list):
-                return type(node)(map(inner, node))
+            if depth and isinstance(node, tuple):
+                return tuple.__new__(type(node), map(inner, node))
+            if depth and type(node) is list:
+                return [*map(inner, node)]
             if depth and type(node) is dict:
                 return {key: inner(value) for key, value in node.items()}
             if (sources := _sources_in(node)) is not None:
-                return self._object(node, inner if depth else None, sources)
+                if type(node).__weakrefoffset__:
+                    return _Object(weakref.ref(node))
+                if sources and not self.is_hit:
+                    raise Escape.at(sources, f"what is given on, a {type(node).__name__!r}")
+                return _Object(lambda: None)
         return node
-
-    def _object(
-        self, node: Any, inner: Callable[[Any], Any] | None, sources: frozenset[Source]
-    ) -> _Object:
-        known = weakref.ref(node) if type(node).__weakrefoffset__ else lambda: None
-        parts = None
-        with contextlib.suppress(Exception):
-            if inner is not None:
-                made_by, *given = _reduced(node)
-                parts = (made_by, *inner(given))
-        if parts is None and sources and not self.is_hit:
-            raise Escape.at(sources, f"what is given on, a {type(node).__name__!r}")
-        return _Object(known, parts)
 
     def written_since(self) -> frozenset[int]:
         """Return which of the tensors that left-out calls were given are no longer as they were."""
@@ -238,26 +208,29 @@ class Scene:
             if self.written_since():
                 return False
             self.why, self.after_boundary = why, True
-            try:
-                with torch._C._EnableTorchFunction():
-                    for function, given, gives, modes in self.left_out:
+            with torch._C._EnableTorchFunction():
+                for function, given, gives, modes in self.left_out:
+                    with contextlib.suppress(LookupError):  # what it was given is gone
                         args, kwargs = self._real(given)
-                        leaves = tree_leaves(_in_modes(modes, function, *args, **kwargs))
-                        for one, leaf in zip(gives, leaves, strict=False):
-                            if (mark := mark_of(one)) is not None:
-                                self.values[mark] = leaf
-                                if (known := mark()) is not None:
-                                    object.__setattr__(known, "_value", leaf)
-                    self._share()
-            except ReferenceError:
-                self.why = None
+                        self._found(gives, _in_modes(modes, function, *args, **kwargs))
+                self._share()
         return self.why is not None
+
+    def _found(self, gives: Sequence[Any], output: Any) -> None:
+        """Let placeholders stand for what a call has given."""
+        for one, leaf in zip(gives, tree_leaves(output), strict=False):
+            if (mark := mark_of(one)) is not None:
+                self.values[mark] = leaf
+                if (known := mark()) is not None:
+                    object.__setattr__(known, "_value", leaf)
 
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, as it is by now, if others do."""
         for mark, given in self.stored:
-            own = self.values[mark]
-            if any(overlap(own, other) for m, other in self.values.items() if m is not mark):
+            own = self.values.get(mark)
+            if own is not None and any(
+                overlap(own, other) for m, other in self.values.items() if m is not mark
+            ):
                 with torch.no_grad():
                     given.data = own.copy_(given)
 
@@ -266,9 +239,7 @@ class Scene:
             if isinstance(one, _Mark):
                 return self.values[one]
             if (known := one.known()) is None:
-                if one.parts is None:
-                    raise ReferenceError
-                known = _made_of(None, None, *self._real(one.parts))
+                raise LookupError
             return known
 
         return tree_map_only((_Mark, _Object), real, given)
@@ -425,9 +396,9 @@ class Placeholder(Tensor):
         Raises:
             Escape: That cannot be had.
         """
-        if self.scene.why is None:
+        if "_value" not in vars(self):
             escape = Escape.at(self.sources, self.scene.current_module() or what)
-            if not self.scene.settle(escape):
+            if not self.scene.settle(escape) or "_value" not in vars(self):
                 raise escape
         return self._value
 
@@ -454,7 +425,8 @@ class Unavailable:
     __slots__ = ("__weakref__", "_mark", "_scene", "_sources", "_value")
 
     def __init__(self, sources: frozenset[Source], scene: Scene | None = None) -> None:
-        for name, own in (("_sources", sources), ("_scene", scene), ("_mark", _Mark(self))):
+        own_parts = {"_sources": sources, "_scene": scene, "_mark": _Mark(self), "_value": None}
+        for name, own in own_parts.items():
             object.__setattr__(self, name, own)
 
     def __getattr__(self, name: str) -> Any:
@@ -486,7 +458,7 @@ class Unavailable:
 
     def _object(self, what: str) -> Any:
         escape, scene = Escape.at(self._sources, what), self._scene
-        if scene is None or not scene.settle(escape):
+        if scene is None or not scene.settle(escape) or self._value is None:
             raise escape
         return self._value
 
