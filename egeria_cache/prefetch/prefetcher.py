@@ -29,7 +29,7 @@ from egeria_cache import threads
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
 from egeria_cache.device import Held, leave_captures_alone, mark, pinned, room, runs_late, to_device
-from egeria_cache.prefetch.ring import Place, Ring
+from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
 
@@ -267,12 +267,12 @@ class Prefetcher:
         view = entry.view
         if view.is_spread or not needs_ring(view.device):
             return self._read_together(entry)
+        samples = numbered(entry.ids, view.generation.num_expected)
         ring, number = self._ring_of(view), self._first + entry.number
-        if not view.has_room:
+        if samples is None or not view.has_room:
             return self._read_together(entry)
-        samples = None if ring is None else ring.numbers(entry.ids)
         new = np.arange(len(entry.ids))
-        if ring is not None and samples is not None:
+        if ring is not None:
             new = ring.adopt(number, samples, entry.draws)
         tensors: dict[str, Any] = {}
         if len(new):
@@ -287,8 +287,7 @@ class Prefetcher:
         rows = _put_together(view, tensors, None)
         if len(new):
             ring = self._ring_for(entry, rows)
-            samples = None if ring is None else ring.numbers(entry.ids)
-        if ring is not None and samples is not None:
+        if ring is not None:
             rest = {name: v for name, v in tensors.items() if not name.startswith(ACTIVATION)}
             for name, one in view.growth.items() if rest else ():
                 sizes = [[row.shape[d] for d, _ in one.dims] for row in tensors[ACTIVATION + name]]
@@ -384,7 +383,7 @@ class Prefetcher:
                 return ring
             # What is being used, read ahead, and what stays; all samples, where that is little.
             slots = (2 * self.window + 2) * batch_size
-            everything = max(view.generation.num_expected, 1)
+            everything = view.generation.num_expected
             row_bytes = max(sum(values[:1].nbytes for values in like.values()), 1)
             if everything * row_bytes <= WHOLE_BYTES:
                 slots = max(slots, everything)
@@ -395,13 +394,10 @@ class Prefetcher:
                 view.has_room = ring is not None
                 return None
             padded = {name: (one.dims, one.fill) for name, one in view.growth.items()}
-            by_number = all(type(one) is int and 0 <= one < everything for one in entry.ids)
             if ring is not None:
                 ring.close()
             try:
-                view.ring = Ring(
-                    like, slots, everything, view.device, by_number=by_number, padded=padded
-                )
+                view.ring = Ring(like, slots, everything, view.device, padded)
             except RuntimeError:  # no memory left there: rows come with their batch
                 view.has_room = False
             return view.ring

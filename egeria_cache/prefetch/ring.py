@@ -142,6 +142,15 @@ class Slots:
         return free
 
 
+def numbered(ids: Sequence[SampleId], num_samples: int) -> Numbers | None:
+    """Return sample IDs as numbers in a table, shape (B,); None: not all are."""
+    if set(map(type, ids)) != {int}:
+        return None
+    numbers = np.array(ids)
+    is_there = numbers.dtype == np.int64 and numbers.view(np.uint64).max() < num_samples
+    return numbers if is_there else None
+
+
 MAX_RUNS = 8
 """Rows for slots that lie in more pieces than this are written by index, not piece by piece."""
 Column = Tensor | Sequence[Any]
@@ -172,8 +181,6 @@ class Ring:
         num_slots: int,
         num_samples: int,
         device: torch.device,
-        *,
-        by_number: bool = True,
         padded: Mapping[str, tuple[Dims, Any]] | None = None,
     ) -> None:
         """Make an empty ring.
@@ -184,7 +191,6 @@ class Ring:
             num_slots: How many samples it can hold.
             num_samples: How many there are.
             device: Where the slabs and the table live.
-            by_number: Whether sample IDs are numbers below `num_samples`; else they are counted.
             padded: Of those that are: the padded dimensions of a row, and what stands there.
 
         Raises:
@@ -202,7 +208,6 @@ class Ring:
         self._padded = padded or {}
         self._lock = threading.Lock()
         self._slots = Slots(num_slots, num_samples)
-        self._numbers: dict[SampleId, int] | None = None if by_number else {}
         self._kept: dict[str, Tensor | np.ndarray] = {}
         self._lane = Lane(device)
         self._lane.follow_current()  # the slabs' memory may have been another's until now
@@ -222,18 +227,6 @@ class Ring:
             if shape != list(found[name].shape):
                 found[name] = torch.empty(shape, dtype=rows[name].dtype, device="meta")
         return found if any(row.is_meta for row in found.values()) else None
-
-    def numbers(self, ids: Sequence[SampleId]) -> Numbers | None:
-        """Return the numbers of samples in the table, shape (B,); None: not all have one."""
-        most, known = self._slots.num_samples, self._numbers
-        if known is not None:
-            with self._lock:
-                numbers = np.array([known.setdefault(one, len(known)) for one in ids])
-        else:
-            numbers = np.array(ids)
-        if numbers.dtype != np.int64 or numbers.ndim != 1:
-            return None
-        return numbers if numbers.view(np.uint64).max() < most else None
 
     def adopt(self, batch: int, samples: Numbers, draws: Numbers) -> Numbers:
         """Keep what is resident of a batch until it was used; return the positions of the rest."""

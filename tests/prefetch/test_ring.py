@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
-from egeria_cache.prefetch.ring import Place, Ring
+from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.ragged import pad_rows
 from egeria_cache.store import NotInMemoryError
 
@@ -184,7 +184,7 @@ def test_padded_rows_are_gathered_as_long_as_their_batch(monkeypatch, left, max_
 
 def test_longer_rows_ask_for_a_ring_that_is_longer_by_a_quarter():
     ring = Ring(
-        {"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, padded={"a": (((0, False),), 0.0)}
+        {"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, {"a": (((0, False),), 0.0)}
     )
     longer = ring.longer({"a": torch.empty(2, 8, 3)})
     assert longer is not None
@@ -193,15 +193,10 @@ def test_longer_rows_ask_for_a_ring_that_is_longer_by_a_quarter():
     assert ring.longer({"a": torch.empty(2, 8, 3)}) is None
 
 
-def test_samples_are_numbers_or_counted():
-    ring = a_ring(4)
-    assert ring.numbers([3, 0, 3]).tolist() == [3, 0, 3]
-    for others in (["a"], [-1], [NUM_SAMPLES], [(1, 2)], [1, "a"], [1 << 70], [True]):
-        assert ring.numbers(others) is None
-    counted = a_ring(4, by_number=False)
-    assert counted.numbers(["b", (1, 2), "b", 10**30]).tolist() == [0, 1, 0, 2]
-    assert counted.numbers([10**30, "c"]).tolist() == [2, 3]
-    assert counted.numbers([f"{i}" for i in range(NUM_SAMPLES)]) is None
+def test_samples_are_numbers_below_their_number_or_lie_in_no_ring():
+    assert numbered([3, 0, 3], 4).tolist() == [3, 0, 3]
+    for others in (["a"], [-1], [4], [(1, 2)], [1, "a"], [1 << 70], [1 << 63], [True]):
+        assert numbered(others, 4) is None
 
 
 def test_rows_that_cannot_be_written_close_the_ring():
