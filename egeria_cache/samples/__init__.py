@@ -22,11 +22,10 @@ from egeria_cache.samples.loading import (
     SeededWorkerInit,
     Task,
 )
-from egeria_cache.samples.source import RESTLESS, BatchContext, LoaderSource
+from egeria_cache.samples.source import BatchContext, LoaderSource
 
 __all__ = [
     "DEFAULT_REUSE",
-    "RESTLESS",
     "BatchContext",
     "Clock",
     "CollateLoaded",
