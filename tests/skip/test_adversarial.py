@@ -164,7 +164,13 @@ def side_token(m, x):
     return m.finish(plain(m, x) * side)
 
 
+def compared_with_a_token(m, x):
+    h = m.early(x)
+    return m.finish(m.middle(h * (1 + (h * m.token > 0.3)))) * m.token.sum()
+
+
 TRAINED = {
+    "compared": (compared_with_a_token, token(), "token"),
     "token": (with_a_token, token(), "token"),
     "side": (side_into_the_prefix, SIDE, "side"),
     "side, unseen": (lambda m, x: side_into_the_prefix(m, x, False), SIDE, "side"),
@@ -175,7 +181,7 @@ TRAINED = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("forward", "parts", "name"), TRAINED.values(), ids=TRAINED)
 def test_a_trained_tensor_in_the_prefix_is_named(forward, parts, name):
     refused(of(forward, **parts), name, "trainable")

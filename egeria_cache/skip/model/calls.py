@@ -372,11 +372,6 @@ def _report(number: int) -> bool:
 _report._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def first_children(module: nn.Module, num: int) -> tuple[Any, ...]:
-    """Return so many of its children, in the order in which a sequence calls them."""
-    return tuple(itertools.islice(module.__dict__["_modules"].values(), num))
-
-
 def _traced(tree: Any) -> Any:
     """Return `tree` with plain tensors that stand for the same values of the graph; loading them is
     no part of it.

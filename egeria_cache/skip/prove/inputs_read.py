@@ -69,16 +69,9 @@ def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
     models, really = [(id(m), m) for m, copy in pairs if copy is not m], set[tuple[int, str]]()
     noted, trace = set[tuple[int, str]](), _trace(traced, copied)
-    with Attempt() as tried, _noting(copies, noted), _noting(models, really):
+    with _noting(copies, noted), _noting(models, really):
         recompute(traced, rows, trace=trace, copied=copied)
-    if tried.error is None:
-        return Observed(trace, noted | really, really, _others(traced, noted | really))
-    # Its code may ask for its own class: all that there is counts.
-    copied = traced.copies.fresh()
-    trace = _trace(traced, copied)
-    recompute(traced, rows, trace=trace, copied=copied)
-    noted = {(id(module), key) for module in traced.ancestors for key in vars(module)}
-    return Observed(trace, noted, set(), [])
+    return Observed(trace, noted | really, really, _others(traced, noted | really))
 
 
 def _trace(traced: TracedBatch, copied: ModelCopy) -> PrefixTrace | None:

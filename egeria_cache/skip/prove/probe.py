@@ -8,8 +8,7 @@ Memory that is shared stays shared: tensors that cross the cut, and are one in a
 
 A module may return what it was given, a view of it, or one tensor twice. If what follows reads
 both, it may write to one some day, and see that in the other. Two stored tensors would not show it.
-So one is stored for both; a module without parameters runs after all, on what it is really given;
-and what shares memory in another way is refused.
+So one is stored for both, and what shares memory in another way is refused.
 """
 
 from __future__ import annotations
@@ -61,37 +60,20 @@ def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
     for number, (step, leaf) in enumerate(stored):
         own, name = plain.leaves[step][leaf], plan.steps[step].name
         if 0 not in own.stride() and own.nbytes > len(bytes_of(own)):  # with itself
-            if not _runs(plan, step):
-                raise BoundaryError.shares_memory(plan.boundary, name, name)
-            return True
+            raise BoundaryError.shares_memory(plan.boundary, name, name)
         for other in stored[:number]:
             theirs = plain.leaves[other[0]][other[1]]
-            if overlap(own, theirs):
-                if geometry(own) == geometry(theirs):
-                    plan.steps[step].cached.discard(leaf)
-                    plan.same[step, leaf] = other
-                elif not _runs(plan, step):
-                    raise BoundaryError.shares_memory(
-                        plan.boundary, name, plan.steps[other[0]].name
-                    )
-                return True
-        for at, position in given:
-            if at > step or not overlap(own, plain.given[at][position]):
+            if not overlap(own, theirs):
                 continue
-            if not _runs(plan, step):
-                raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[at].name)
+            if geometry(own) != geometry(theirs):
+                raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[other[0]].name)
+            plan.steps[step].cached.discard(leaf)
+            plan.same[step, leaf] = other
             return True
+        for at, position in given:
+            if at <= step and overlap(own, plain.given[at][position]):
+                raise BoundaryError.shares_memory(plan.boundary, name, plan.steps[at].name)
     return False
-
-
-def _runs(plan: ReplayPlan, step: int) -> bool:
-    """Let a module run on what it is really given, if it has nothing to train or to watch."""
-    step_plan = plan.steps[step]
-    if next(step_plan.module.parameters(), None) is not None:
-        return False
-    step_plan.run = True
-    step_plan.cached.clear()
-    return True
 
 
 _MAX_PROBES = 200

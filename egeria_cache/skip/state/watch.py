@@ -40,7 +40,7 @@ from egeria_cache.pystate import (
     own_dict,
     own_slots,
 )
-from egeria_cache.skip.model.calls import ForwardSlot, first_children
+from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import marks
 from egeria_cache.skip.state.hooks import HOOKS, global_hooks, own_hooks
 
@@ -100,9 +100,6 @@ class Layout:
         self._num = 0
         modules, around = list(modules), list(around)
         self._run = {id(module) for _, module, *_ in (*modules, *around)}
-        self._is_sequence = all(
-            type(module) is nn.Sequential and not own_hooks(module) for _, module, _ in around
-        )
         for name, module in modules:
             self._add_module(name, module)
         for name, module, keys in around:
@@ -142,15 +139,8 @@ class Layout:
             self._look_at_held(where, own.get(key))
         if "_modules" in keys:
             where = f"the children of {name!r}" if name else "the children of the model"
-            if self._is_sequence:  # all that it does is to run one after another
-                num = 1 + max(i for i, one in enumerate(children.values()) if self._runs(one))
-                self.looks.append((where, partial(first_children, module, num)))
-            else:
-                self.looks.append((where, partial(own.get, "_modules")))
-                self.looks.append((where, partial(tuple, children.values())))
-
-    def _runs(self, module: nn.Module) -> bool:
-        return any(id(one) in self._run for one in module.modules())
+            self.looks.append((where, partial(own.get, "_modules")))
+            self.looks.append((where, partial(tuple, children.values())))
 
     def _add_code(self) -> None:
         """Lay out what the code reads beside its arguments: globals and closures; and the code."""
