@@ -32,7 +32,7 @@ from egeria_cache.skip.serve.replay import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace, leaves_behind
 from egeria_cache.skip.state.surroundings import Surroundings, World
 
-_FEW = 9
+_FEW = 5
 """Rows of a run that shows what does not depend on their number."""
 
 
