@@ -161,28 +161,12 @@ class SampleLoader:
         return self._load(task, transforms)
 
     def load_undrawn(self, indices: list[Any]) -> Any:
-        """Return samples as the data set gives them; None if any draws, as far as that is known:
-        they are to be loaded by `load`.
+        """Return samples as the data set gives them; None if any draws, as far as that is known, or
+        if it is time to look: they are to be loaded by `load`.
         """
-        if self.drawn:
-            return None
         self._num_undrawn = num = self._num_undrawn + 1
-        if num & (num - 1) and num % _SELDOM:
-            return self._get(indices)
-        with in_turns():
-            return self._get_watched(indices)
-
-    def _get_watched(self, indices: list[Any]) -> Any:
-        before = {name: one.look() for name, one in GENERATORS.items()}
-        if None in before.values():
-            return None
-        try:
-            samples = self._get(indices)
-        except Exception:
-            if not self._moved(before):
-                raise
-            return None
-        return None if self._moved(before) else samples
+        is_time = not (num & (num - 1) and num % _SELDOM)
+        return None if self.drawn or is_time else self._get(indices)
 
     def _load(self, task: Task, transforms: list[Any]) -> Any:
         """Load, and load again as long as samples draw from a generator that was not seeded."""
