@@ -265,7 +265,7 @@ class Generation:
         replaced = None if replaces is None else superseded(keys, replaces)
         with without_modes():
             fields, ready = batch_to_host(fields)
-        job = Job(self, keys, range(len(ids)), Rows(bare, fields), ready, replaced)
+        job = Job(self, keys, Rows(bare, fields), ready, replaced)
         self._queued(1)
         if self._writer.submit(job):
             return True
@@ -288,15 +288,14 @@ class Generation:
         """Encode and store batches in one commit, or what is intact in a damaged file; called by
         the writer thread alone.
         """
-        num_rows, num_written = sum(len(job.picked) for job in jobs), 0
+        num_written, num_left = 0, sum(len(job.keys) for job in jobs)
         try:
             with self._lock:  # `void` removes what is held by then
                 self._held = self._files.revived()
             if jobs[0].aside is not None:
                 self._take_from(jobs[0].aside)
-            with self._files.reading() as view:
-                num_rows = sum(job.pick(view.locate(job.keys)["size"] > 0) for job in jobs)
-            num_written = self._commit([job for job in jobs if job.picked])
+            else:
+                num_written, num_left = self._commit(jobs)
         except GoneError as gone:
             self._end(str(gone))
         except (OSError, MemoryError, StoreError) as error:
@@ -304,11 +303,12 @@ class Generation:
         except (TypeError, ValueError, RuntimeError, struct.error) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
-            self.counts.add(writes=num_written, dropped_writes=num_rows - num_written)
+            self.counts.add(writes=num_written, dropped_writes=num_left)
             self._queued(-len(jobs))
 
-    def _commit(self, jobs: Sequence[Job]) -> int:
-        """Store what can be; return how many rows are stored then, also by others."""
+    def _commit(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """Store what can be; return how many rows were stored, and how many are not stored now."""
+        num_rows = sum(len(job.keys) for job in jobs)
         parts, raw_bytes, error = list[Encoded](), 0, LossyError()
         for job in jobs if self._takes_more else ():
             own = LossyError()
@@ -318,9 +318,9 @@ class Generation:
                 self._warn(f"a batch cannot be stored: {problem}")
                 continue
             error.join(own)
-            raw_bytes += job.num_bytes * len(job.picked) // len(job.keys)
+            raw_bytes += job.num_bytes
         if not parts:
-            return 0
+            return 0, num_rows
         records = Encoded.joined(parts)
         num_new, num_stored = self.take(records, raw_bytes, self._codec, error)
         if num_stored < num_new:
@@ -333,7 +333,7 @@ class Generation:
                     "`cache-inspect %s prune`",
                     self._budget.directory, self._budget.limit_bytes / 1e6, self._budget.directory,
                 )  # fmt: skip
-        return len(records) - num_new + num_stored
+        return num_stored, num_rows - len(records) + num_new - num_stored
 
     def _encode(self, job: Job, error: LossyError, before: Sequence[Encoded]) -> Encoded:
         """Return the records of a batch, of the layout of those before it."""
@@ -343,8 +343,8 @@ class Generation:
         with self._files.reading() as view:
             known = view.layout or (before[0].layout if before else None)
         encoded = encode_rows(
-            job.keys, job.picked, job.rows, codec, self._coder, self._storage, error,
-            self._files.identity, job.replaced, known,
+            job.keys, job.rows, codec, self._coder, self._storage, error, self._files.identity,
+            job.replaced, known,
         )  # fmt: skip
         if not job.unchanged():
             raise ValueError("a tensor was changed after put_batch and before it was stored")
@@ -376,7 +376,7 @@ class Generation:
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
         self._queued(1)
-        if not self._writer.submit(Job(self, [], [], Rows(False, {}), aside=aside)):
+        if not self._writer.submit(Job(self, [], Rows(False, {}), aside=aside)):
             self._queued(-1)
 
     def _take_from(self, aside: Path) -> None:
@@ -397,9 +397,7 @@ class Generation:
         if 0 < expected <= small:
             self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
         else:
-            self._codec, trials = choose_codec(
-                job.keys, job.picked, job.rows, self._coder, self._storage
-            )
+            self._codec, trials = choose_codec(job.keys, job.rows, self._coder, self._storage)
         logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
         return self._codec
 

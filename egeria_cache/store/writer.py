@@ -18,9 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from egeria_cache.device import Event
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
@@ -46,7 +43,6 @@ class Job:
     Args:
         target: The generation; its `commit(jobs)` runs on the writer thread.
         keys: Of all rows.
-        picked: Rows to store; the writer thread leaves out those that are stored already.
         rows: The batch.
         ready: Points after the copies from the device; none where the rows are there.
         replaced: Per row the last draw that it supersedes, as a key.
@@ -54,11 +50,10 @@ class Job:
     """
 
     def __init__(
-        self, target: Any, keys: Sequence[bytes], picked: Sequence[int], rows: Rows,
-        ready: Sequence[Event] = (), replaced: Sequence[bytes | None] | None = None,
-        aside: Path | None = None,
+        self, target: Any, keys: Sequence[bytes], rows: Rows, ready: Sequence[Event] = (),
+        replaced: Sequence[bytes | None] | None = None, aside: Path | None = None,
     ) -> None:  # fmt: skip
-        self.target, self.keys, self.picked, self.rows = target, keys, picked, rows
+        self.target, self.keys, self.rows = target, keys, rows
         self.ready, self.replaced, self.aside = ready, replaced, aside
         # Inference tensors have no version counter.
         self._versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
@@ -66,11 +61,6 @@ class Job:
         """Of the memory that the rows lie in, which the queue bounds."""
         self.num_bytes = rows.num_bytes()
         """Of the rows, without padding."""
-
-    def pick(self, known: npt.NDArray[np.bool_]) -> int:
-        """Leave out the rows that are stored, bool (B,); return how many are left."""
-        self.picked = [row for row in self.picked if not known[row]]
-        return len(self.picked)
 
     def is_like(self, other: Job) -> bool:
         """They may be committed together."""

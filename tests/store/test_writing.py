@@ -52,7 +52,7 @@ def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(sto
     batches = [random_rows([one], 300) for one in range(4)]
     values = [*batches] if "changed" in said else [*batches[:2], [object()], batches[3]]
     jobs = [
-        Job(generation, encode_keys([one]), [0], Rows(True, {"value": value}))
+        Job(generation, encode_keys([one]), Rows(True, {"value": value}))
         for one, value in enumerate(values)
     ]
     batches[2].zero_()
@@ -162,7 +162,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         assert "it holds (y: float32 [3])" in caplog.text
         assert store.stats().dropped_writes == 1
         meanwhile = Rows(False, {"y": torch.ones(1, 3)})  # another process has stored some
-        encoded = encode_rows(encode_keys([50]), [0], meanwhile, Codec.RAW, Coder())
+        encoded = encode_rows(encode_keys([50]), meanwhile, Codec.RAW, Coder())
         with pytest.raises(ValueError, match="another layout"):
             store._own().take(encoded, 0, None, LossyError())
         for _ in range(2):

@@ -160,7 +160,6 @@ class Encoded:
 
 def encode_rows(
     keys: Sequence[bytes],
-    picked: Sequence[int],
     rows: Rows,
     codec: Codec,
     coder: Coder,
@@ -170,11 +169,10 @@ def encode_rows(
     replaced: Sequence[bytes | None] | None = None,
     known: Layout | None = None,
 ) -> Encoded:
-    """Return the records of the picked rows.
+    """Return the records of a batch's first rows.
 
     Args:
-        keys: One per row of the batch.
-        picked: Rows to encode.
+        keys: Of these rows.
         rows: The batch.
         codec: Tried on every field large enough; a field it does not shrink stays raw.
         coder: This thread's own.
@@ -200,19 +198,18 @@ def encode_rows(
             f"({', '.join(map(str, layout.fields))})"
         )
     stored = [
-        [coder.encode(data[row], codec, field.elements) for row in picked]
+        [coder.encode(data[row], codec, field.elements) for row in range(len(keys))]
         if isinstance(data, np.ndarray)
-        else [_encode_free(data[row], codec, coder, storage, error) for row in picked]
+        else [_encode_free(data[row], codec, coder, storage, error) for row in range(len(keys))]
         for field, data in columns
     ]
-    chosen, seed = [keys[row] for row in picked], identity ^ layout.seed
-    records = [_record(key, own, seed) for key, *own in zip(chosen, *stored, strict=True)]
-    superseded = None if replaced is None else [replaced[row] for row in picked]
-    return Encoded(layout, chosen, records, superseded)
+    seed = identity ^ layout.seed
+    records = [_record(key, own, seed) for key, *own in zip(keys, *stored, strict=True)]
+    return Encoded(layout, keys, records, replaced)
 
 
 def choose_codec(
-    keys: Sequence[bytes], picked: Sequence[int], rows: Rows, coder: Coder, storage: Storage = None
+    keys: Sequence[bytes], rows: Rows, coder: Coder, storage: Storage = None
 ) -> tuple[Codec, str]:
     """Return the codec for these records, and what each made of them in words.
 
@@ -220,7 +217,7 @@ def choose_codec(
     """
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
-        records = encode_rows(keys, picked[:NUM_RECORDS], rows, codec, coder, storage)
+        records = encode_rows(keys[:NUM_RECORDS], rows, codec, coder, storage)
         sizes[codec] = sum(records.sizes)
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
