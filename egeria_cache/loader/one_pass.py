@@ -173,12 +173,9 @@ class Pass:
             self._gather(not self._gathers)
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and self._cache is not None and not self._cache.is_beside(self._source):
-            try:
+            with self._beside():
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
-            except Exception:
-                with self._beside():  # only what fails goes through the gate
-                    raise
         batch = self._assembly.assemble(plan, loaded)
         if self._progress.drawn:
             self._progress.count(plan.task.number)

@@ -204,11 +204,7 @@ class Planner:
 
     def task_of(self, indices: list[Any]) -> Task:
         """Return these indices, the ones taken last, as a task."""
-        seeds_all, number = self._outlook()[1], self._next_number - 1
-        plans = list[Plan]()
-        with self._beside():
-            plans = self._plans([indices], (), seeds_all, number)
-        return (plans or self._unknown([indices], seeds_all, number))[0].task
+        return self._planned([indices], (), self._outlook()[1], self._next_number - 1)[0].task
 
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
@@ -271,13 +267,7 @@ class Planner:
             self._index_batches = iter(())  # it is not asked again
         if not batches:
             return False
-        plans = list[Plan]()
-        try:
-            plans = self._plans(batches, views, seeds_all, self._next_number)
-        except Exception:
-            with self._beside():
-                raise
-        for plan in plans or self._unknown(batches, seeds_all, self._next_number):
+        for plan in self._planned(batches, views, seeds_all, self._next_number):
             self._next_number += 1
             self.planned.append(plan)
             self.undispatched.append(plan.misses)
@@ -285,8 +275,14 @@ class Planner:
                 self._unread.append(plan.entry)
         return True
 
-    def _unknown(self, batches: list[list[Any]], seeds_all: bool | None, first: int) -> list[Plan]:
-        """Return plans of samples of which no more can be told than what the sampler drew."""
+    def _planned(
+        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
+    ) -> list[Plan]:
+        """Return plans of batches; if that fails, of samples of which no more can be told than what
+        the sampler drew.
+        """
+        with self._beside():
+            return self._plans(batches, views, seeds_all, first)
         seed = None if seeds_all is None else self._source.seed
         return [
             Plan(task, task)

@@ -25,7 +25,6 @@ from egeria_cache.batch import (
     flatten,
     is_dense,
     is_rows,
-    take_rows,
     unwrap,
 )
 from egeria_cache.pystate import Portrait, Snapshot
@@ -405,8 +404,6 @@ class LoaderSource:
     def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
         """Say what makes a leaf come out differently, and what to do."""
         leaf = f"leaf {path or 'of the batch'!r} of a sample"
-        if path not in batch.context.constants and batch.rows_of(path, None) is None:
-            return f"the loop writes to leaf {path!r} before the model is run"
         if again is None:
             return (
                 f"its batches hold an item per sample in a list, at {path!r}; stack samples in the "
@@ -444,14 +441,9 @@ class LoaderSource:
         again = study.alone(task, rows[0]) if len(rows) == 1 else study.leaves(task, mask)
         if batch.lengths is not None:
             again = batch.lengths.widened(again)
-        for path, leaf in batch.leaves.items():
-            if path in batch.context.constants:
-                same = self._agrees(batch, path, again.get(path), len(rows))
-            else:
-                same = same_values(take_rows(leaf, mask), again.get(path))
-            if not same:
-                return path, leaf, again.get(path)
-        return None
+        lost = next((path for path in batch.leaves if path not in again), None)
+        path = self.first_difference(batch, mask, again) if lost is None else lost
+        return None if path is None else (path, batch.leaves.get(path), again.get(path))
 
     @property
     def fields(self) -> dict[str, Any]:
