@@ -17,7 +17,7 @@ from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.skip.model.calls import Recorder
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.cut_points import frozen_cut_points
-from egeria_cache.skip.prove.dry_run import on_few_rows, patchable
+from egeria_cache.skip.prove.dry_run import on_few_rows, record
 from egeria_cache.skip.prove.model_copy import ModelCopies, shared_modules
 from egeria_cache.skip.prove.traced_batch import arguments
 from egeria_cache.skip.serve.call import Invocation
@@ -139,18 +139,10 @@ class AutoBoundary:
             recorder = Recorder(keep_outputs=True)
             copied = ModelCopies(self._model, forward, call, Weights()).fresh()
             # A gradient that is asked of an input trains nothing before the boundary.
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, arguments(copied.call, rows))
-            world.restore(for_a_copy=True)
-            try:
-                with (
-                    torch.inference_mode(False),
-                    torch.enable_grad(),
-                    copied.intercept(patchable(self._model), recorder),
-                ):
-                    copied.forward(*args, **kwargs)
-            finally:
-                world.restore()
-            return frozen_cut_points(self._model, recorder, tree_leaves((args, kwargs)))
+            given = tree_map_only(Tensor, Tensor.detach, arguments(copied.call, rows))
+            with torch.inference_mode(False), torch.enable_grad():
+                record(self._model, copied, given, world, recorder)
+            return frozen_cut_points(self._model, recorder, tree_leaves(given))
 
         return on_few_rows(call, run)
 

@@ -82,6 +82,23 @@ def _is_call_of(function: Any, module: nn.Module) -> bool:
     )
 
 
+def record(
+    model: nn.Module,
+    copied: ModelCopy,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    world: World,
+    recorder: Recorder,
+) -> None:
+    """Run a copy of the model, and write down which of its modules are called."""
+    world.restore(for_a_copy=True)
+    try:
+        with copied.intercept(patchable(model), recorder):
+            recorder.begin()
+            copied.forward(*given[0], **given[1])
+    finally:
+        world.restore()
+
+
 FEW_ROWS = 2
 """Show which modules are called: BatchNorm takes no fewer."""
 
@@ -268,31 +285,11 @@ class DryRun:
         steps, around = recorder.before(self._boundary_call(recorder))
         return steps, distinct([self.model, *(call.module for call in around)])
 
-    def _record(
-        self, world: World, rows: list[int], watch: Callable[[], RandomState] | None = None
-    ) -> Recorder:
-        """Run a copy; return which modules were called, and which of them have drawn random numbers
-        if any was drawn before the last frozen one had returned.
-        """
-        last, then = self.model.get_submodule(self.frozen), list[RandomState]()
-
-        def returned(module: nn.Module, _: Any) -> None:
-            if module is last:
-                then[:] = [RandomState.now()]
-
-        recorder, copied = Recorder(watch=watch, returned=returned), self._copies().only()
-        args, kwargs = arguments(copied.call, rows)
-        world.restore(for_a_copy=True)
-        try:
-            with copied.intercept(patchable(self.model), recorder):
-                recorder.begin()
-                copied.forward(*args, **kwargs)
-            now = then[0] if then else RandomState.now()
-            drew = not now.equals(world.generators)
-        finally:
-            world.restore()
-        # To find out who draws takes a look before and after each call: 0.1 ms each.
-        return self._record(world, rows, RandomState.now) if drew and watch is None else recorder
+    def _record(self, world: World, rows: list[int]) -> Recorder:
+        """Run a copy; return which modules were called, and which of them drew random numbers."""
+        recorder, copied = Recorder(watch=RandomState.now), self._copies().only()
+        record(self.model, copied, arguments(copied.call, rows), world, recorder)
+        return recorder
 
     def _check_hooks(self, modules: list[nn.Module]) -> None:
         """Refuse what would be off in inference mode, and is no layer's own: noise by a hook."""
