@@ -381,7 +381,7 @@ def test_a_mode_that_makes_other_operations_reaches_what_runs_under_it(run, mode
     trained(run, numbered(loss), epochs=4)
 
 
-@hostile
+@hostile(served=True)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_region_may_span_the_boundary(run, reentrant):
     def forward(model, x):

@@ -10,15 +10,12 @@ touched by one forward, the user's, when it is known whether the front is cut:
  4. *Probes* (probe.py): replays on placeholders until nothing escapes; each escape adds an input
     leaf, a light module or a tensor to what a hit needs.
  5. *Replay* (proof.py): from rows as they come back from the store; its output must be the plain.
-
-What is checkpointed around the boundary must not run the skipped modules again in backward.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,35 +48,6 @@ from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
 from egeria_cache.skip.state.surroundings import Surroundings, World
 from egeria_cache.skip.state.weights import Weights
 from egeria_cache.threads import in_turns, uncollected
-
-
-def checkpointed_around(boundary: nn.Module) -> list[Any]:
-    """Return the calls of `torch.utils.checkpoint.checkpoint` that hold more than the call of the
-    boundary, which is being made: what PyTorch notes about each, or None if it is reentrant.
-    """
-    regions, last = [], None
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            region = frame.f_locals.get("function", frame.f_locals.get("run_function"))
-            is_new = region is not None and region is not last  # PyTorch hands it on to itself
-            if is_new and not _is_call_of(region, boundary):
-                last = region
-                generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-                inside = {} if generator is None else generator.f_locals
-                regions.append(inside.get("new_frame"))
-        frame = frame.f_back  # type: ignore[assignment]
-    return regions
-
-
-def _is_call_of(function: Any, module: nn.Module) -> bool:
-    """Whether calling `function` calls `module` and nothing else."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function is module or (
-        getattr(function, "__self__", None) is module
-        and getattr(function, "__name__", "") in ("__call__", "_wrapped_call_impl", "forward")
-    )
 
 
 def record(
@@ -221,12 +189,6 @@ class DryRun:
         with copied.intercept(traced.modules, run):
             traced.result = copied.call.result(copied.forward(*args, **kwargs))
         self._is_plain = self._weights.looks_closely = False
-        if run.runs_again():
-            raise BoundaryError.not_proved(
-                self.boundary,
-                "it is called inside a checkpointed region that reaches past it, which would run "
-                "the skipped modules again in backward; let the checkpointed region begin after it",
-            )
         traced.outputs, traced.seconds = run.outputs, run.seconds
         traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
         traced.counted = before.outside.moved_whole(copied.copy_of)
@@ -348,7 +310,6 @@ class _PlainRun(PrefixRun):
         self._traced, self._copied = traced, copied
         self.seconds: list[float] = []
         """From the model's start until each step returned."""
-        self._regions: list[Any] = []
         synchronize()
         self._started = time.perf_counter()
 
@@ -357,8 +318,6 @@ class _PlainRun(PrefixRun):
     ) -> Any:
         """Run one step."""
         is_last = len(self.outputs) == len(self._traced.steps) - 1
-        if is_last and torch.is_grad_enabled():
-            self._regions = checkpointed_around(self._copied.of(module))
         output = super().step(module, original, *args, **kwargs)
         synchronize()
         self.seconds.append(time.perf_counter() - self._started)
@@ -366,15 +325,6 @@ class _PlainRun(PrefixRun):
             # Copies, as things stand now: the active part may write into what it is given.
             self.outputs = tree_map(_copied, self.outputs)
         return output
-
-    def runs_again(self) -> bool:
-        """Whether backward may ask for a checkpointed region around the boundary; to be asked after
-        the forward.
-
-        It runs again for the sake of tensors that autograd saved in it. A region in which nothing
-        was trained, because it ends at the boundary, has saved none.
-        """
-        return any(getattr(region, "weak_holders", True) for region in self._regions)
 
 
 def _copied(leaf: Any) -> Any:
