@@ -240,7 +240,7 @@ def ls(options: argparse.Namespace, report: Report) -> int:
         for one in report["generations"]
     ]
     if rows:
-        print(table(_LISTED, rows, drop=("codec", "used")))
+        print(table(_LISTED, rows))
     limit, used, count = report["limit_bytes"], report["bytes_on_disk"], len(rows)
     of_limit = f" of {size(limit)} ({used / limit:.0%})" if limit else ""
     print(f"{count} generation{'s' * (count != 1)}, {size(used)}{of_limit}")

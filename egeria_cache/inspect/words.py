@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def table(
-    columns: Mapping[str, str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()
-) -> str:
-    """Return lines of as many columns as fit the terminal; into a pipe goes all.
+def table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of columns.
 
     Args:
         columns: Names, and to which side each is justified: "<" or ">".
         rows: A cell for each column.
-        drop: Columns that go where there is too little room, the first one first.
     """
     cells = [tuple(columns), *rows]
-    widths = {name: max(map(len, column)) for name, *column in zip(columns, *cells, strict=True)}
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    for name in drop:
-        if sum(widths.values()) + 2 * len(widths) > room:
-            del widths[name]
-    kept = [(i, f"{columns[n]}{widths[n]}") for i, n in enumerate(columns) if n in widths]
-    return "\n".join("  ".join(f"{row[i]:{form}}" for i, form in kept).rstrip() for row in cells)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    forms = [f"{side}{width}" for side, width in zip(columns.values(), widths, strict=True)]
+    lines = (zip(row, forms, strict=True) for row in cells)
+    return "\n".join("  ".join(f"{one:{form}}" for one, form in line).rstrip() for line in lines)
 
 
 def age(since: float) -> str:

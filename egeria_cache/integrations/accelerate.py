@@ -24,8 +24,6 @@ from egeria_cache.loader import EgeriaLoader, original_of, take_over
 __all__ = ["attach_prepared", "keep_caches", "serve"]
 
 log = logging.getLogger("egeria")
-_DISPATCHED: weakref.WeakKeyDictionary[ActivationCache, set[str]] = weakref.WeakKeyDictionary()
-"""Cache -> loaders of whose dispatched batches it was said that they are not cached."""
 
 
 def keep_caches() -> None:
@@ -105,12 +103,8 @@ def _is_served(adapter: Any, loader: EgeriaLoader[Any]) -> bool:
 
 
 def _say_dispatched(cache: ActivationCache, name: str) -> None:
-    said = _DISPATCHED.setdefault(cache, set())
-    if name not in said:
-        said.add(name)
-        log.warning(
-            "loader %r passes its batches through uncached: with dispatch_batches=True one process "
-            "loads them for all, and the others cannot tell which samples they are. Leave it out, "
-            "and each process loads its own",
-            name,
-        )
+    why = (
+        "with dispatch_batches=True one process loads its batches for all, and the others cannot "
+        "tell which samples they are. Leave it out, and each process loads its own"
+    )
+    cache.api.leave_uncached(f"{name}#dispatched", why)
