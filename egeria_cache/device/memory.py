@@ -80,19 +80,13 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if pins(device) else tensor
 
 
-def to_device(
-    tensor: Tensor, device: torch.device | None = None, *, into: Tensor | None = None
-) -> Tensor:
-    """Copy to a device, or into a tensor there; from page-locked memory the copy is only started.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; from page-locked memory the copy is only started.
 
     Whoever gives that memory to others must hold it until the copy is done (`Lane.held`).
     """
-    where = device if into is None else into.device
-    assert where is not None
-    beside = copies_beside(where) and (runs_late(tensor.device) or tensor.is_pinned())
-    if into is None:
-        return tensor.to(where, non_blocking=beside)
-    return into.copy_(tensor, non_blocking=beside)
+    beside = copies_beside(device) and (runs_late(tensor.device) or tensor.is_pinned())
+    return tensor.to(device, non_blocking=beside)
 
 
 _sources, _lock = Held(), threading.Lock()

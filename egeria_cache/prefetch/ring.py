@@ -19,7 +19,6 @@ rows go first; never one that a batch still needs.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,8 +150,6 @@ def numbered(ids: Sequence[SampleId], num_samples: int) -> Numbers | None:
     return numbers if is_there else None
 
 
-MAX_RUNS = 8
-"""Rows for slots that lie in more pieces than this are written by index, not piece by piece."""
 Column = Tensor | Sequence[Any]
 
 
@@ -266,8 +263,7 @@ class Ring:
                     self._keep(path, values, placed.slots, at)
                 held: list[Tensor] = []
                 with self._lane.use():
-                    self._write(placed.slots, rows, at, held)
-                    self._enter(placed.evicted, samples[at], placed.slots, held)
+                    self._write(placed, samples[at], rows, held)
                 self._lane.held.hold(held, self._lane.mark())
             except Exception:  # what the slots hold is not what they are said to
                 self._close()
@@ -385,39 +381,23 @@ class Ring:
         held.append(pinned(torch.from_numpy(numbers), self.device))
         return to_device(held[-1], self.device)
 
-    def _enter(
-        self, evicted: Numbers, samples: Numbers, slots: Numbers, held: list[Tensor]
-    ) -> None:
-        """Write the table."""
-        at = self._uploaded(np.concatenate((evicted, samples)), held)
-        entries = np.full(len(at), NOBODY, np.int32)
-        entries[len(evicted) :] = slots
-        self.table.index_copy_(0, at, self._uploaded(entries, held))
-
     def _write(
-        self, slots: Numbers, rows: Mapping[str, Tensor], at: Any, held: list[Tensor]
+        self, placed: Placed, samples: Numbers, rows: Mapping[str, Tensor], held: list[Tensor]
     ) -> None:
-        runs = _runs(slots)
-        index = None if len(runs) <= MAX_RUNS else self._uploaded(slots, held)
+        """Write rows, and then the table; in the lane."""
+        changed = self._uploaded(np.concatenate((placed.evicted, samples)), held)
+        entries = np.full(len(changed), NOBODY, np.int32)
+        entries[len(placed.evicted) :] = placed.slots
+        there = self._uploaded(entries, held)
+        slots = there[len(placed.evicted) :].long()
         for name, slab in self.slabs.items():
             values = rows[name]
-            if not isinstance(at, slice):
-                values = pinned(values[torch.from_numpy(at)], self.device)
+            if not isinstance(placed.rows, slice):
+                values = pinned(values[torch.from_numpy(placed.rows)], self.device)
             held.append(values)
+            values = to_device(values, self.device)
             if name in self._padded:
                 dims, fill = self._padded[name]
-                whole = [slab.shape[dim + 1] for dim, _ in dims]
-                values = widen(to_device(values, self.device), dims, whole, fill)
-            if index is not None:
-                slab.index_copy_(0, index, to_device(values, self.device))
-                continue
-            done = 0
-            for start, end in runs:
-                to_device(values[done : done + end - start], into=slab[start:end])
-                done += end - start
-
-
-def _runs(slots: Numbers) -> list[tuple[int, int]]:
-    """Return the pieces of ascending neighbours that slots consist of."""
-    ends = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-    return [(int(slots[a]), int(slots[b - 1]) + 1) for a, b in itertools.pairwise(ends)]
+                values = widen(values, dims, [slab.shape[dim + 1] for dim, _ in dims], fill)
+            slab.index_copy_(0, slots, values)
+        self.table.index_copy_(0, changed, there)

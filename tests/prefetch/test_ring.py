@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from egeria_cache.prefetch import ring as rings
 from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThreads
 from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.ragged import pad_rows
@@ -60,9 +59,8 @@ def place(ring: Ring, keys, draw: int = 0) -> Place:
 class RingMachine(RuleBasedStateMachine):
     """Batches come in any order within a window; those not yet released must be gatherable."""
 
-    @initialize(num_slots=st.integers(8, 40), max_runs=st.integers(0, 8))
-    def start(self, num_slots, max_runs):
-        self.max_runs, rings.MAX_RUNS = rings.MAX_RUNS, max_runs
+    @initialize(num_slots=st.integers(8, 40))
+    def start(self, num_slots):
         self.ring = a_ring(num_slots)
         self.num_slots = num_slots
         self.next_batch = 0
@@ -71,9 +69,6 @@ class RingMachine(RuleBasedStateMachine):
         self.live: dict[int, tuple[list[int], int]] = {}
         self.places: dict[int, Place] = {}
         self.pinned: dict[int, set[int]] = {}
-
-    def teardown(self):
-        rings.MAX_RUNS = getattr(self, "max_runs", rings.MAX_RUNS)
 
     @rule(keys=st.lists(st.integers(0, 30), min_size=1, max_size=8))
     def load(self, keys):
@@ -159,9 +154,7 @@ def test_a_lookup_on_the_device_gives_what_is_there_now_and_nan_for_what_is_not(
 
 
 @pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("max_runs", [0, 8])
-def test_padded_rows_are_gathered_as_long_as_their_batch(monkeypatch, left, max_runs):
-    monkeypatch.setattr(rings, "MAX_RUNS", max_runs)
+def test_padded_rows_are_gathered_as_long_as_their_batch(left):
     dims, kept = ((0, left), (1, False)), [torch.ones(2, 3), torch.ones(1, 1), torch.ones(4, 2)]
     ring = Ring(
         {"a": torch.empty(1, 4, 3), "b": torch.empty(1, 2)}, 4, NUM_SAMPLES, CPU,
