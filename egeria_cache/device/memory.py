@@ -93,7 +93,7 @@ _sources, _lock = Held(), threading.Lock()
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor that was just made on the host, without waiting for the device."""
+    """Copy what lies on the host, without waiting for the device; it is held as long as need be."""
     if not (runs_late(device) and tensor.is_cpu):
         return tensor.to(device)
     source = pinned(tensor, device)

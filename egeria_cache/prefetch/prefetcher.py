@@ -28,7 +28,7 @@ from torch import Tensor
 from egeria_cache import threads
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
-from egeria_cache.device import Held, leave_captures_alone, mark, pinned, room, runs_late, to_device
+from egeria_cache.device import leave_captures_alone, pinned, room, runs_late, uploaded
 from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
@@ -63,7 +63,7 @@ ALIGNMENT = 16
 
 _LOCATED = attrgetter("located")
 _passes = count()
-_held, _lock = Held(), threading.Lock()
+_lock = threading.Lock()
 
 
 class PlannedEntry:
@@ -459,13 +459,7 @@ def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
     """Copy rows that came with their batch, among the training step's own work."""
     if not view.is_late:  # they are there
         return rows
-    there = {name: to_device(values, view.device_for(name)) for name, values in rows.items()}
-    if not (view.is_spread or runs_late(view.device)):
-        return there
-    with _lock:
-        for name, values in rows.items():
-            _held.hold(values, mark(view.device_for(name)))
-    return there
+    return {name: uploaded(values, view.device_for(name)) for name, values in rows.items()}
 
 
 def _column(kind: type, rows: Any) -> Rows:
