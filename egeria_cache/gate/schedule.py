@@ -64,10 +64,9 @@ class Schedule:
     @property
     def wants_timing(self) -> bool:
         """Whether the next batch is to be computed plainly, to know what it costs: not if already
-        the first, which warms up, took less than a hit would.
+        the first, which warms up, tells that a proof would not be won back.
         """
-        taken_s = min(self.fronts, default=_HIT_S[False]) + min(self.loads, default=0.0)
-        return len(self.fronts) < _NUM_TIMED and taken_s >= _HIT_S[False]
+        return not self.fronts or (len(self.fronts) < _NUM_TIMED and self.why_not() is None)
 
     def why_not(self) -> str | None:
         """Say why a proof would not be won back; None if it would."""
