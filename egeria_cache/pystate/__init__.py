@@ -17,6 +17,7 @@ from egeria_cache.pystate.code import (
     found_in,
     has_settings,
     in_class,
+    is_followed,
     is_value,
     reached,
 )
@@ -45,8 +46,8 @@ __all__ = [
     "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",
     "OfClass", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "array_print",
     "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "has_settings",
-    "in_class", "is_below", "is_beyond", "is_compiled", "is_installed_code", "is_library",
-    "is_put_back", "is_shared", "is_standard", "is_value", "led_to", "names_in", "outside_state",
-    "own_attributes", "own_dict", "own_slots", "plain_print", "reached", "tensor_digest",
-    "tensor_print",
+    "in_class", "is_below", "is_beyond", "is_compiled", "is_followed", "is_installed_code",
+    "is_library", "is_put_back", "is_shared", "is_standard", "is_value", "led_to", "names_in",
+    "outside_state", "own_attributes", "own_dict", "own_slots", "plain_print", "reached",
+    "tensor_digest", "tensor_print",
 ]  # fmt: skip

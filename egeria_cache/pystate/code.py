@@ -31,6 +31,7 @@ from egeria_cache.pystate.foreign import (
     entries,
     is_foreign,
     is_library,
+    is_standard,
     outside_state,
     own_attributes,
 )
@@ -55,6 +56,7 @@ _PLAIN = (
     bool, int, float, Sequence, Mapping, Set, np.ndarray, Tensor, functools.partial, *LEADS,
     types.FunctionType, types.MethodType, functools._lru_cache_wrapper,
 )  # fmt: skip
+_OF_TENSORS = frozenset(dir(Tensor))
 Entry = tuple[types.FunctionType, type | None]
 """A function, and the class in which it finds names."""
 
@@ -176,6 +178,21 @@ class Code:
                 continue
             self.others[id(part)] = part
             yield from _entered(part, {})
+
+    def named_of(self, value: Any) -> dict[str, Any]:
+        """Return what it may read of an object of a library's: what it names, but for what tensors
+        have as well, and to what properties and tables of its class lead from there; all, if names
+        cannot be told.
+        """
+        own, names = own_attributes(value), {*self.names}
+        for base in bases_of(type(value)):
+            for name, part in vars(base).items():
+                if isinstance(part, dict):
+                    names.update(str(part[key]) for key in part.keys() & self.names)
+                elif name in self.names:
+                    names.update(n for f in _functions(part) for n in names_in(f.__code__).all)
+        is_all, asked = None in self.whole, names - _OF_TENSORS
+        return {name: part for name, part in own.items() if is_all or name in asked}
 
     def held(self, value: Any) -> dict[str, Any]:
         """Return what it reads of an object; all, if the object has code of its own for that."""
@@ -306,6 +323,11 @@ def has_settings(value: Any) -> bool:
     ):
         return False
     return isinstance(value, type) or not (is_foreign(value) or is_value(value))
+
+
+def is_followed(kind: type) -> bool:
+    """Whether a class is a library's whose code is followed into its methods."""
+    return is_installed(kind) and not (is_standard(kind) or _is_library(kind.__module__))
 
 
 def _is_generated(part: Any) -> bool:

@@ -33,6 +33,7 @@ from egeria_cache.pystate import (
     has_settings,
     in_class,
     is_beyond,
+    is_followed,
     is_standard,
     is_value,
     led_to,
@@ -273,7 +274,9 @@ class Layout:
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
         elif (own := own_dict(value)) is not None and not is_beyond(value):
-            if any((id(value), key) in self._apart for key in own):
+            if is_followed(type(value)):
+                self._look_at(where, value, self._code.named_of(value))
+            elif any((id(value), key) in self._apart for key in own):
                 self._look_at(where, value, own)
             else:
                 self.look_into(where, own, 2 * is_installed(type(value)))
