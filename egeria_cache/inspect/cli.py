@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from egeria_cache.arguments import did_you_mean
 from egeria_cache.errors import EgeriaError
 from egeria_cache.inspect import report
 from egeria_cache.inspect.report import BAD_ARGUMENTS, DAMAGED, HEALTHY, survey
@@ -113,10 +112,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_order(arguments: Sequence[str]) -> None:
-    """Say where a word is out of place, or misspelt.
+    """Say where a word is out of place.
 
     Raises:
-        ValueError: The directory does not come first, or there is no such command.
+        ValueError: The directory does not come first, or there is a command no more.
     """
     words = [one for one in arguments if not one.startswith("-")]
     if (gone := next((one for one in words[:2] if one in GONE), "")) and not Path(gone).is_dir():
@@ -126,11 +125,6 @@ def _check_order(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"the directory comes first: cache-inspect {words[1] if words[1:] else 'DIR'} "
             f"{words[0]} {rest}".rstrip()
-        )
-    if words[1:] and words[1] not in COMMANDS:
-        raise ValueError(
-            f"there is no command {words[1]!r}{did_you_mean(words[1], COMMANDS)}; "
-            f"known: {', '.join(COMMANDS)}"
         )
 
 

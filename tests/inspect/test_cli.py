@@ -190,7 +190,7 @@ def test_no_name_is_cut_in_a_pipe(filled_once, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["DIR", "verfy"], "there is no command 'verfy'; did you mean 'verify'"),
+        (["DIR", "verfy"], "invalid choice: 'verfy'"),
         (["verify", "DIR"], "the directory comes first: cache-inspect DIR verify"),
         (["show", "DIR", "gen-1"], "the directory comes first: cache-inspect DIR show gen-1"),
         (["ls"], "the directory comes first: cache-inspect DIR ls"),
