@@ -34,16 +34,12 @@ LOCK_WAIT_S = 10.0
 
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
-    pages, folders = 0, [str(directory)]
-    for folder in folders:
+    pages = 0
+    for folder, _, names in os.walk(directory):
         pages += 1
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            for one in entries:
-                with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
-                    if one.is_dir(follow_symlinks=False):
-                        folders.append(one.path)
-                    else:
-                        pages += -(-one.stat(follow_symlinks=False).st_size // PAGE_BYTES)
+        for name in names:
+            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
+                pages += -(-os.lstat(os.path.join(folder, name)).st_size // PAGE_BYTES)
     return pages * PAGE_BYTES
 
 
