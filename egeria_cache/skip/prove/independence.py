@@ -82,8 +82,10 @@ def in_float64() -> Iterator[None]:
 
 _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
-_MAX_ODD, _COMPANY, _WHOLE = 3, 6, 16
-"""Rows that float64 decides about, that it runs together, and of a batch that it runs whole."""
+_MAX_ODD, _COMPANY = 3, 6
+"""Rows that float64 decides about, and rows that it runs together."""
+_WHOLE, _WHOLE_S = 16, 0.1
+"""Rows, or seconds, of a batch that is run whole again."""
 
 
 def check_trained(traced: TracedBatch, plan: ReplayPlan, part: Recomputed) -> None:
@@ -193,14 +195,15 @@ def _check_precisely(
 ) -> None:
     """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
-    The oddest row of each suspect is run in other company, by itself, and in the suspect's and the
-    batch's, as far as these are not many rows: it takes five times as long as the batch has taken.
+    The oddest row of each suspect is run in other company, by itself, and in the suspect's; so is
+    the batch. It takes six times as long as before: where that is long, of few rows alone.
     """
     others = sorted({row for part in suspects for row in part.rows}, reverse=True)
     company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
-    again = [_few(row, part.rows) for row, part in zip(odd, suspects, strict=True)]
+    whole, again = [list(range(traced.size))], [part.rows for part in suspects]
+    if traced.size > _WHOLE and traced.seconds[-1] > _WHOLE_S:
+        whole, again = [], list(map(_few, odd, again))
     apart = [[row, row] for row in dict.fromkeys(odd) if [row] not in again]
-    whole = [list(range(traced.size))] if traced.size <= _WHOLE else []
     copied, parts = traced.copies.fresh(doubled), (company[::-1], *apart, *whole, *again)
     with Attempt() as tried, in_float64():
         runs = [recompute(traced, rows, copied=copied) for rows in parts]
