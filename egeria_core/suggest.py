@@ -20,8 +20,7 @@ from torch import nn
 from egeria_cache.skip import RandomState
 from egeria_cache.tables import as_text
 from egeria_core.policies import StaticPolicy
-from egeria_core.ranks import unwrap
-from egeria_core.reference import without_hooks
+from egeria_core.ranks import is_sharded, plain_structure, unwrap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +133,9 @@ def suggest_boundary(
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        with without_hooks([model]):
+        if any(map(is_sharded, model.parameters())):
+            raise TypeError("fully_shard has cut it over ranks")
+        with plain_structure([model]):
             return copy.deepcopy(model)
     except Exception as error:
         raise ValueError(

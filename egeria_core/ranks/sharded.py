@@ -7,6 +7,7 @@ frozen has to be frozen on the DTensors that the optimizer has. A unit's own par
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 from egeria_cache.skip import groups_of, is_sharded, states_in
 
-_STATE_DICT_HOOKS = (
-    "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # fmt: skip
+_STATE_DICT_HOOKS = {name for name in vars(nn.Module()) if "state_dict" in name}
+_HOOKS = {name for name in vars(nn.Module()) if re.search(r"ward(_pre)?_hooks", name)}
+"""Of forward and backward, whichever this version of PyTorch has."""
 
 
 def _units(model: nn.Module) -> list[Any]:
@@ -117,28 +117,24 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules be what they were before `fully_shard` inside the block, so that they are copied.
+    """Let modules have no hooks inside the block, and be what they were before `fully_shard`.
 
-    Parameters that are still sharded have their whole shape there, and no values. Local.
+    So that they can be copied: a copy must not copy what other people hung on them. Parameters that
+    are still sharded have their whole shape there, and no values. Local.
     """
     inside = _inside(modules)
-    units = {id(unit) for module in inside for unit in _units(module)}
+    units = set(map(id, _units(nn.ModuleList(inside))))
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    marks = [] if contract is None else [contract.STATE_KEY, contract.REGISTRY_KEY]
+    hooks = _HOOKS | (_STATE_DICT_HOOKS if units else set())
+    before = [(module, type(module), dict(module.__dict__)) for module in inside]
     sharded = _places(inside)
-    if not units and not sharded:
-        yield
-        return
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-    kinds = [(module, type(module)) for module in inside if id(module) in units]
-    attributes = [(module, dict(module.__dict__)) for module in inside]
     try:
-        for module, kind in kinds:
-            module.__class__ = kind.__bases__[1]
-        for module, own in attributes:
-            for name in _STATE_DICT_HOOKS:
-                if name in own:
-                    module.__dict__[name] = OrderedDict()
-            for name in (STATE_KEY, REGISTRY_KEY):
+        for module, kind, own in before:
+            if id(module) in units:
+                module.__class__ = kind.__bases__[1]
+            module.__dict__.update({name: OrderedDict() for name in hooks & own.keys()})
+            for name in marks:
                 module.__dict__.pop(name, None)
         for slot, key, p in sharded:
             empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
@@ -147,8 +143,6 @@ def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for slot, key, parameter in sharded:
             slot[key] = parameter
-        for module, own in attributes:
-            module.__dict__.clear()
-            module.__dict__.update(own)
-        for module, kind in kinds:
+        for module, kind, own in before:
             module.__class__ = kind
+            module.__dict__.update(own)

@@ -8,8 +8,8 @@ on the model and one process; knows no policy.
 
 from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, ProcessEvaluator
 from egeria_core.reference.runner import InputItem
-from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights, without_hooks
-from egeria_core.reference.tap import Call, Hook, LayerTap, Probe, Wire
+from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights
+from egeria_core.reference.tap import Call, Hook, LayerTap, Probe
 
 __all__ = [
     "Call",
@@ -21,8 +21,6 @@ __all__ = [
     "Probe",
     "ProcessEvaluator",
     "Weights",
-    "Wire",
     "copy_modules",
     "copy_weights",
-    "without_hooks",
 ]

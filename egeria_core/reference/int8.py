@@ -7,20 +7,17 @@ it is in this file, and its deprecation warnings are silenced here alone.
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor, nn
 
 from egeria_core.errors import EvaluatorError
-from egeria_core.reference.references import activation_of, cast, run_layer
-from egeria_core.reference.tap import Probe, Wire
+from egeria_core.reference.references import cast, run_layer
+from egeria_core.reference.tap import Call, Probe
 
 _ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
 """The fastest first."""
@@ -64,90 +61,51 @@ class DynamicInt8Reference:
         self._modules: list[nn.Module] = []
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Quantise copies of the modules."""
+        """Quantise copies of the modules.
+
+        Raises:
+            EvaluatorError: There is nothing in them to quantise.
+        """
+        with quantization(), torch.no_grad():
+            self._modules = self._quantised(copy.deepcopy(list(modules)), probe)
+        inner = (m for module in self._modules for m in module.modules())
+        if not any("quantized" in type(module).__module__ for module in inner):
+            raise EvaluatorError("nothing in the layer could be quantised")
+
+    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
+        """Return copies, or one module that does what they do one after another."""
         from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
 
-        root = nn.ModuleList(copy.deepcopy(list(modules)))
-        with quantization():
-            quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
-        self._modules = list(root)
-        if not any("quantized" in type(m).__module__ for m in root.modules()):
-            raise EvaluatorError("no linear layer to quantise")
+        root = nn.ModuleList(modules)
+        quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
+        return list(root)
 
     def run(self, probe: Probe) -> Tensor:
         """Run the quantised copies."""
         with quantization():
-            return run_layer(self._modules, probe)
+            return run_layer(self._modules, replace(probe, calls=probe.calls[: len(self._modules)]))
 
 
-class StaticInt8Reference:
+class StaticInt8Reference(DynamicInt8Reference):
     """Weights and activations in int8, traced by FX and calibrated on the probe: for CNNs."""
 
     name = "int8-static"
-    costly = True
 
-    def __init__(self) -> None:
-        self._graph: fx.GraphModule | None = None
-
-    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Trace, observe, convert."""
+    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
         from torch.ao.quantization import get_default_qconfig_mapping
         from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-        chain = _as_graph(copy.deepcopy(list(modules)), probe)
-        inputs = tuple(_tensor_inputs(probe))
-        with quantization(), torch.no_grad():
-            mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
-            prepared = prepare_fx(chain, mapping, inputs)
-            # The probe's rows are what the reference will be asked about: more data bring nothing.
-            prepared(*inputs)
-            self._graph = convert_fx(prepared)
-        if not any("quantized" in type(m).__module__ for m in self._graph.modules()):
-            raise EvaluatorError("nothing in the layer could be quantised")
-
-    def run(self, probe: Probe) -> Tensor:
-        """Run the converted graph."""
-        if self._graph is None:
-            raise EvaluatorError("run before build")
-        with quantization(), torch.no_grad():
-            output: Any = self._graph(*_tensor_inputs(probe))
-        return activation_of(output, probe)
+        if not all(_is_sequential(number, call) for number, call in enumerate(probe.calls)):
+            raise EvaluatorError("its modules hand on more than one tensor to each other")
+        inputs = cast(probe).calls[0].args
+        mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
+        prepared = prepare_fx(nn.Sequential(*modules), mapping, inputs)
+        # The probe's rows are what the reference will be asked about: more data bring nothing.
+        prepared(*inputs)
+        return [convert_fx(prepared)]
 
 
-def _tensor_inputs(probe: Probe) -> list[Tensor]:
-    leaves = tree_flatten([(call.args, call.kwargs) for call in cast(probe).calls])[0]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _as_graph(modules: Sequence[nn.Module], probe: Probe) -> fx.GraphModule:
-    """Write the recorded calls down as one FX graph: tensors are inputs, the rest is constant.
-
-    Tracing needs one module with named tensor arguments; the layer is a few modules called with
-    whatever the model calls them with.
-    """
-    graph = fx.Graph()
-    root = nn.ModuleDict({f"m{i}": module for i, module in enumerate(modules)})
-    results: list[fx.Node] = []
-    flat = [tree_flatten((call.args, call.kwargs)) for call in probe.calls]
-    numbers = itertools.count()
-    values = [
-        [
-            graph.placeholder(f"x{next(numbers)}") if isinstance(leaf, Tensor) else leaf
-            for leaf in own
-        ]
-        for own, _ in flat
-    ]
-    for i, (own, (_, spec)) in enumerate(zip(values, flat, strict=True)):
-        row = [_wired(graph, results, leaf) if isinstance(leaf, Wire) else leaf for leaf in own]
-        args, kwargs = tree_unflatten(row, spec)
-        results.append(graph.call_module(f"m{i}", tuple(args), dict(kwargs)))
-    graph.output(results[-1])
-    return fx.GraphModule(root, graph)
-
-
-def _wired(graph: fx.Graph, results: list[fx.Node], wire: Wire) -> fx.Node:
-    """Return the node of an earlier output's leaf; the path may be empty."""
-    source = results[wire.call]
-    for key in wire.path:
-        source = graph.call_function(operator.getitem, (source, key))
-    return source
+def _is_sequential(number: int, call: Call) -> bool:
+    """Whether a call gets one tensor alone, that which the call before has returned."""
+    wires = {0: (number - 1, ())} if number else {}
+    return call.wires == wires and len(call.args) == 1 and not call.kwargs

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core.errors import EvaluatorError
-from egeria_core.reference.snapshot import copy_between
 from egeria_core.reference.tap import Probe, first_activation, run_calls
 
 
@@ -52,29 +51,21 @@ def cast(probe: Probe, dtype: torch.dtype = torch.float32) -> Probe:
     return probe.mapped(convert)
 
 
-def activation_of(output: Any, probe: Probe) -> Tensor:
-    """Return a layer's activation, in single precision.
+@torch.no_grad()
+def run_layer(
+    modules: Sequence[nn.Module], probe: Probe, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Run the layer on the probe's inputs; return its activation, in single precision.
 
     Raises:
-        EvaluatorError: It returned no floating-point tensor.
+        EvaluatorError: The layer returned no floating-point tensor.
     """
+    output = run_calls(modules, cast(probe, dtype).calls)
     activation = first_activation(output, probe.num_rows, probe.batch_dim)
     if activation is None:
         names = ", ".join(call.module for call in probe.calls)
         raise EvaluatorError(f"{names}: no floating-point output with a batch dimension")
     return activation.float()
-
-
-@torch.no_grad()
-def run_layer(
-    modules: Sequence[nn.Module], probe: Probe, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Run the layer on the probe's inputs; return its activation.
-
-    Raises:
-        EvaluatorError: The layer returned no floating-point tensor.
-    """
-    return activation_of(run_calls(modules, cast(probe, dtype).calls), probe)
 
 
 class FloatReference:
@@ -91,10 +82,8 @@ class FloatReference:
         self._copies: list[nn.Module] = []
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Copy the weights; the structure only once."""
-        if not self._copies:
-            self._copies = [copy.deepcopy(module).to(self._dtype) for module in modules]
-        copy_between(modules, self._copies)
+        """Copy the modules."""
+        self._copies = [copy.deepcopy(module).to(self._dtype) for module in modules]
 
     def run(self, probe: Probe) -> Tensor:
         """Run the copy."""

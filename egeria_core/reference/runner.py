@@ -5,6 +5,7 @@ A layer gets the reference that was asked for, or the next best one that can rep
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference, quantization
 from egeria_core.reference.references import FloatReference, Reference, run_layer
-from egeria_core.reference.snapshot import Weights, copy_between, copy_modules, load_weights
+from egeria_core.reference.snapshot import Weights, load_weights
 from egeria_core.reference.tap import Probe
 
 INT8_PAYS_ABOVE = 2e9
@@ -47,9 +48,10 @@ class ReferenceChain:
         """What to fall back on; None: not yet chosen."""
         self.reference: Reference | None = None
         """In use; None: not yet built, or given up."""
-        self._distrusted = False
         self.noise = 0.0
         """SP between the reference and full precision with the same weights, at the last build."""
+        self.plasticity = math.inf
+        """What was read with it last, which its noise must not drown."""
 
     def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
         """Rebuild from the modules' present weights; return one line for every fallback taken.
@@ -60,8 +62,6 @@ class ReferenceChain:
         notes: list[str] = []
         if self._others is None:
             self._others = self._choose(modules, probe)
-        if self._distrusted:
-            self.reference, self._distrusted = None, False
         while True:
             reference = self.reference or self._others.pop(0)()
             try:
@@ -82,19 +82,11 @@ class ReferenceChain:
             self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
         elif self.reference is None:
             reference.run(probe)  # a layer that cannot run here shows it now
-        if self._others and not self.noise <= MAX_NOISE:
-            raise ValueError(f"self-check: SP to fp32 with the same weights is {self.noise:.2g}")
-
-    def heed(self, plasticity: float) -> list[str]:
-        """Take note of a reading; where the reference's noise drowns it, change at next refresh."""
-        assert self.reference is not None
-        if self._distrusted or not self._others or self.noise <= NOISE_SHARE * plasticity:
-            return []
-        self._distrusted = True
-        return [
-            f"{self.reference.name} reference given up: its noise {self.noise:.2g} is not well "
-            f"below the plasticity {plasticity:.2g}"
-        ]
+        if self._others and not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
+            raise ValueError(
+                f"self-check: SP to fp32 with the same weights is {self.noise:.2g}, the plasticity "
+                f"{self.plasticity:.2g}"
+            )
 
     def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> list[Callable[[], Reference]]:
         """Return the kinds to try, best first."""
@@ -154,8 +146,7 @@ class ReferenceRunner:
     def __init__(self, kind: ReferenceKind) -> None:
         self._kind = kind
         self._chain = ReferenceChain(kind)
-        self._present: list[nn.Module] = []
-        self._past: list[nn.Module] = []
+        self._modules: list[nn.Module] = []
         self._layer: int | None = None
 
     def run(self, item: InputItem) -> Verdict:
@@ -167,23 +158,22 @@ class ReferenceRunner:
         """
         start = time.perf_counter()
         if item.modules is not None:
-            self._present, self._past = item.modules, copy_modules(item.modules)
-            self._chain, self._layer = ReferenceChain(self._kind), item.layer
+            self._modules, self._layer = item.modules, item.layer
+            self._chain = ReferenceChain(self._kind)
         if item.layer != self._layer:
             raise EvaluatorError(f"no structure was sent for layer {item.layer}")
-        load_weights(self._present, item.weights)
+        load_weights(self._modules, item.weights)
         verdict = Verdict(item.step, item.layer, None)
         if item.judge:
             reference = self._chain.reference
             if reference is None:
                 raise EvaluatorError(f"layer {item.layer} has no reference yet")
             theirs = reference.run(item.probe)
-            verdict.value = float(item.distance(run_layer(self._present, item.probe), theirs))
+            verdict.value = float(item.distance(run_layer(self._modules, item.probe), theirs))
             verdict.reference, verdict.noise = reference.name, self._chain.noise
-            verdict.notes += self._chain.heed(verdict.value)
+            self._chain.plasticity = verdict.value
         if item.refresh:
-            copy_between(self._present, self._past)
-            verdict.notes += self._chain.refresh(self._past, item.probe)
+            verdict.notes += self._chain.refresh(self._modules, item.probe)
         verdict.costly = self._chain.reference is not None and self._chain.reference.costly
         verdict.seconds = time.perf_counter() - start
         return verdict

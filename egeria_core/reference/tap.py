@@ -7,9 +7,10 @@ the activation cache they would see placeholders without data.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -28,22 +29,24 @@ from torch.utils.hooks import RemovableHandle
 _STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Stands for a leaf of an earlier module's output among the arguments of a later one."""
-
-    call: int
-    path: tuple[Any, ...] = ()
-    """Keys that lead to the leaf in the output; empty where the output is the tensor itself."""
+Wire = tuple[int, tuple[Any, ...]]
+"""The number of an earlier call, and the keys that lead to a leaf in its output: none where that is
+the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments that one module of the layer was called with, reduced to the probe's rows."""
+    """Arguments that one module of the layer was called with, reduced to the probe's rows.
+
+    Plain containers, values and tensors, as they are saved.
+    """
 
     module: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    wires: dict[int, Wire] = field(default_factory=dict)
+    """Which of the arguments' leaves, by number, are leaves of earlier outputs; None is in their
+    places."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,9 @@ class Probe:
     def mapped(self, function: Callable[[Any], Any]) -> Probe:
         """Return the probe with a function of each leaf of the arguments."""
         calls = [
-            Call(call.module, tree_map(function, call.args), tree_map(function, call.kwargs))
+            replace(
+                call, args=tree_map(function, call.args), kwargs=tree_map(function, call.kwargs)
+            )
             for call in self.calls
         ]
         return replace(self, calls=calls)
@@ -76,17 +81,12 @@ def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
     if not calls:
         raise ValueError("no calls were recorded")
     results: list[Any] = []
-
-    def resolve(leaf: Any) -> Any:
-        if not isinstance(leaf, Wire):
-            return leaf
-        value = results[leaf.call]
-        for key in leaf.path:
-            value = value[key]
-        return value
-
     for module, call in zip(modules, calls, strict=True):
-        results.append(module(*tree_map(resolve, call.args), **tree_map(resolve, call.kwargs)))
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        for number, (earlier, path) in call.wires.items():
+            leaves[number] = reduce(operator.getitem, path, results[earlier])
+        args, kwargs = tree_unflatten(leaves, spec)
+        results.append(module(*args, **kwargs))
     return results[-1]
 
 
@@ -204,18 +204,16 @@ class LayerTap:
         args, kwargs = call
         kwargs = {k: None if k in _STATEFUL_ARGUMENTS else v for k, v in kwargs.items()}
         leaves, spec = tree_flatten((args, kwargs))
-        wires = [self._wire(leaf) for leaf in leaves]
-        if all(wire is None for wire in wires):
+        found = {number: self._wire(leaf) for number, leaf in enumerate(leaves)}
+        wires = {number: wire for number, wire in found.items() if wire is not None}
+        if not wires:
             # Something between the two modules is not a module (a functional ReLU, an addition).
             # The layer is judged from here on; what lies before cannot be run again by itself.
             self._forget()
             self._probe.batch_size = self._batch_of(leaves)
-        kept = [
-            self._keep(leaf) if wire is None else wire
-            for leaf, wire in zip(leaves, wires, strict=True)
-        ]
+        kept = [None if n in wires else self._keep(leaf) for n, leaf in enumerate(leaves)]
         new_args, new_kwargs = tree_unflatten(kept, spec)
-        self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs)))
+        self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs), wires))
 
     @torch._disable_dynamo
     def _record_output(self, last: bool, output: Any) -> None:
@@ -242,7 +240,7 @@ class LayerTap:
                 for output, path, version in outputs:
                     # The same object, and not written to in between (an in-place ReLU).
                     if output is leaf and version == leaf._version:
-                        return Wire(call, path)
+                        return call, path
         return None
 
     def _batch_of(self, leaves: Sequence[Any]) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from egeria_cache.device import Event, Held, device_of, mark, runs_late, to_host
 from egeria_core.errors import EvaluatorError
@@ -22,7 +21,6 @@ from egeria_core.reference import (
     Probe,
     ProcessEvaluator,
     Weights,
-    Wire,
     copy_modules,
     copy_weights,
 )
@@ -228,14 +226,16 @@ class ActivationMeter(Meter):
         self._undecided = self.collect(timeout_s=30.0)
         if self._kept_ready is not None:
             self._kept_ready.synchronize()
+        probe, weights = self._kept or (Probe(), None)
         return {
             "layer": self._layer,
             "refreshed_at": self._refreshed_at,
             "since_refresh": self._since_refresh,
             "costly": self._costly,
             "rows": self._rows,
-            "probe": None if self._kept is None else _probe_state(self._kept[0]),
-            "weights": None if self._kept is None else self._kept[1],
+            "probe_rows": probe.num_rows,
+            "calls": [(call.module, call.args, call.kwargs, call.wires) for call in probe.calls],
+            "weights": weights,
             "undecided": [(v.step, v.layer, v.value) for v in self._undecided],
         }
 
@@ -244,9 +244,10 @@ class ActivationMeter(Meter):
         self._forget_reference()
         self._rows = state["rows"]
         self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
-        if state["layer"] is None or state["probe"] is None:
+        if state["layer"] is None or state["weights"] is None:
             return
-        probe = _load_probe(state["probe"])
+        calls, rows = [Call(*call) for call in state["calls"]], state["probe_rows"]
+        probe = Probe(calls, rows, rows, self._config.batch_dim)
         modules = self._structure(self._modules(probe))
         step, weights = state["refreshed_at"], state["weights"]
         self._submit(InputItem(step, state["layer"], probe, False, True, weights, modules))
@@ -259,27 +260,3 @@ class ActivationMeter(Meter):
             self._tap.close()
             self._tap = None
         self._stop_evaluator()
-
-
-def _probe_state(probe: Probe) -> dict[str, Any]:
-    """Return the probe as plain containers and tensors."""
-
-    def plain(leaf: Any) -> Any:
-        return {"wire": leaf.call, "path": list(leaf.path)} if isinstance(leaf, Wire) else leaf
-
-    calls = [(call.module, call.args, call.kwargs) for call in probe.mapped(plain).calls]
-    return {"calls": calls, "rows": probe.num_rows, "batch_dim": probe.batch_dim}
-
-
-def _load_probe(state: dict[str, Any]) -> Probe:
-    def is_wire(value: Any) -> bool:
-        return isinstance(value, dict) and set(value) == {"wire", "path"}
-
-    def restore(value: Any) -> Any:
-        return Wire(value["wire"], tuple(value["path"])) if is_wire(value) else value
-
-    def restored(tree: Any) -> Any:
-        return tree_map(restore, tree, is_leaf=is_wire)
-
-    calls = [Call(name, restored(args), restored(kwargs)) for name, args, kwargs in state["calls"]]
-    return Probe(calls, state["rows"], state["rows"], state["batch_dim"])

@@ -3,8 +3,8 @@
 At one optimizer step one layer is looked at: its parameters are copied before the step and
 compared after it, d = theta' - theta. So d holds whatever the optimizer did (momentum, decay,
 adaptive rates, orthogonalised updates), and gradients are read as the optimizer gets them: summed
-over micro-batches, reduced over ranks, clipped, unscaled. No more than a copy of that one layer is
-held (and of its gradient, where the optimizer writes into gradients); between two steps nothing.
+over micro-batches, reduced over ranks, clipped, unscaled. No more than a copy of that one layer and
+of its gradient, into which some optimizers write, is held; between two steps nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class _Opened:
     parameters: list[Tensor]
     old: list[Tensor]
     gradients: list[Tensor]
-    versions: list[int]
     found_inf: Tensor | None
 
 
@@ -81,7 +80,6 @@ class MovementMeter(Meter):
             )
         self._layers, self._every = watched.layers, watched.every
         self._optimizer = bare_optimizer(optimizer)
-        self._copies_gradients = False
         self._mean_rate = MeanRate(self._optimizer)
         self._next = self._steps = 0
         self._rate = self._rate_before = 0.0
@@ -143,18 +141,13 @@ class MovementMeter(Meter):
         if found is None:
             return
         layer, own = found
-        gradients = [p.grad for p in own if p.grad is not None]
+        gradients = [p.grad.clone() for p in own if p.grad is not None]
         scale = getattr(self._optimizer, "grad_scale", None)
-        # A fused optimizer under a GradScaler unscales by itself.
-        self._copies_gradients |= isinstance(scale, Tensor)
-        if self._copies_gradients:
-            gradients = [g.clone() for g in gradients]
-        if isinstance(scale, Tensor):
+        if isinstance(scale, Tensor):  # a fused optimizer under a GradScaler unscales by itself
             gradients = [g.mul_(1 / scale.to(g.device)) for g in gradients]
         inf = getattr(self._optimizer, "found_inf", None)
         self._opened = _Opened(
             layer, own, [local_part(p).detach().clone() for p in own], gradients,
-            [g._version for g in gradients],
             inf.detach().clone() if isinstance(inf, Tensor) else None,
         )  # fmt: skip
 
@@ -163,15 +156,6 @@ class MovementMeter(Meter):
         """Compare with what was copied before the step."""
         opened, self._opened = self._opened, None
         if opened is None:
-            return
-        touched = any(
-            p.grad is not g or g._version != v
-            for p, g, v in zip(opened.parameters, opened.gradients, opened.versions, strict=True)
-        )
-        if touched and not self._copies_gradients:
-            # This optimizer writes into the gradients (Nesterov momentum does): they must be
-            # copied before the step.
-            self._copies_gradients = True
             return
         row = _numbers(opened)
         sharded = next(filter(is_sharded, opened.parameters), None)
@@ -222,7 +206,6 @@ class MovementMeter(Meter):
     def state_dict(self) -> dict[str, Any]:
         """Return what was summed since the last reading, and whose turn it is."""
         return {
-            "copies_gradients": self._copies_gradients,
             "next": self._next,
             "idle": sorted(self._idle),
             "steps": self._steps,
@@ -234,7 +217,6 @@ class MovementMeter(Meter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.bind()
-        self._copies_gradients = state["copies_gradients"]
         self._idle = set(state["idle"])
         self._next, self._steps = state["next"], state["steps"]
         self._rate, self._rate_before = state["rate"]

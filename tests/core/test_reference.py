@@ -182,16 +182,17 @@ def test_noise_that_drowns_the_plasticity_changes_the_reference_at_the_next_refr
     _, modules, probe, _ = capture("resnet", 1)
     chain = ReferenceChain("int8")
     chain.refresh(modules, probe)
-    assert chain.heed(chain.noise * 100) == []
-    (note,) = chain.heed(chain.noise * 2)
-    assert "not well below" in note
+    chain.plasticity = chain.noise * 100
+    assert chain.refresh(modules, probe) == []
+    chain.plasticity = chain.noise * 2
     assert name_of(chain) == "int8-static", "the reading at hand was still taken with it"
-    chain.refresh(modules, probe)
-    assert name_of(chain) == "bf16"
-    assert chain.heed(0.0)
+    note, *_ = chain.refresh(modules, probe)
+    assert "int8-static reference not used" in note
+    assert name_of(chain) in ("bf16", "fp32")
+    chain.plasticity = 0.0
     chain.refresh(modules, probe)
     assert name_of(chain) == "fp32"
-    assert not chain.heed(0.0), "full precision is the last resort"
+    assert chain.refresh(modules, probe) == [], "full precision is the last resort"
 
 
 @pytest.mark.parametrize("kind", ["int8", "bf16", "fp32"])
