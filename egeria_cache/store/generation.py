@@ -322,7 +322,7 @@ class Generation:
         if not parts:
             return 0, num_rows
         records = Encoded.joined(parts)
-        num_new, num_stored = self.take(records, raw_bytes, self._codec, error)
+        num_new, num_stored = self.take(records, Totals(raw_bytes, 0, error, self._codec))
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             if "limit" not in self._said:
@@ -350,16 +350,12 @@ class Generation:
             raise ValueError("a tensor was changed after put_batch and before it was stored")
         return encoded
 
-    def take(
-        self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError
-    ) -> tuple[int, int]:
+    def take(self, records: Encoded, told: Totals) -> tuple[int, int]:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
             records: Of this generation.
-            raw_bytes: Of all of them, decoded.
-            codec: What they were written with.
-            error: What lossy storage changed in them.
+            told: Of all of them: bytes decoded, the codec, and what lossy storage changed.
 
         Returns:
             How many were not there yet, and how many of those were stored.
@@ -371,7 +367,7 @@ class Generation:
             OSError: The disk is full, or fails.
         """
         with self._budget.locked():
-            return self._files.store(records, raw_bytes, codec, error, self._budget.make_room)
+            return self._files.store(records, told, self._budget.make_room)
 
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
@@ -383,7 +379,7 @@ class Generation:
         num_found = 0
         try:
             for records in salvaged(aside, self._files.identity):
-                num_found += self.take(records, sum(records.sizes), None, LossyError())[1]
+                num_found += self.take(records, Totals(sum(records.sizes)))[1]
                 if not self._takes_more or not self._writer.alive:
                     break
         except (OSError, ValueError, StoreError) as error:

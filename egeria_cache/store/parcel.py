@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,7 +118,7 @@ def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcel
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
-        num_new, num_stored = generation.take(records, raw_bytes, totals.codec, totals.error)
+        num_new, num_stored = generation.take(records, replace(totals, raw_bytes=raw_bytes))
         totals.error = LossyError()  # it is counted once
     done.num_records += num_stored
     done.num_known += len(records) - num_new

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.codecs.lossy import LossyError
 from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.disk.files import Totals
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.record import Rows, encode_rows
 from egeria_cache.store.store import ActivationStore
@@ -164,7 +164,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         meanwhile = Rows(False, {"y": torch.ones(1, 3)})  # another process has stored some
         encoded = encode_rows(encode_keys([50]), meanwhile, Codec.RAW, Coder())
         with pytest.raises(ValueError, match="another layout"):
-            store._own().take(encoded, 0, None, LossyError())
+            store._own().take(encoded, Totals())
         for _ in range(2):
             found, hit = store.get_batch([0, 50, 2])
             assert hit.tolist() == [True, False, True]

@@ -177,21 +177,12 @@ class GenerationFiles:
         with self._environment.transaction() as transaction:
             yield View(self, self._environment, transaction)
 
-    def store(
-        self,
-        records: Encoded,
-        raw_bytes: int,
-        codec: Codec | None,
-        error: LossyError,
-        room: Callable[[int], int],
-    ) -> tuple[int, int]:
+    def store(self, records: Encoded, told: Totals, room: Callable[[int], int]) -> tuple[int, int]:
         """Store records in one commit, as far as there is room; see `Generation.take`.
 
         Args:
             records: To be stored.
-            raw_bytes: Of all of them, decoded.
-            codec: What they were written with.
-            error: What lossy storage changed in them.
+            told: Of all of them; see there.
             room: Of so many bytes, how many may be added; the directory's lock is held.
         """
         self.check_present()
@@ -202,7 +193,7 @@ class GenerationFiles:
             free = room(growth[-1]) if len(new) else 0
             fitting = new.only([size <= free for size in growth])
             if len(fitting):
-                commit.add(fitting, raw_bytes * len(fitting) // len(records), codec, error)
+                commit.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
         for key in fitting.keys:
             self.hidden.pop(key, None)
         return len(new), len(fitting)
@@ -325,7 +316,7 @@ class _Commit:
         growth: list[int] = (blocks + touched * page).tolist()
         return growth
 
-    def add(self, records: Encoded, raw_bytes: int, codec: Codec | None, error: LossyError) -> None:
+    def add(self, records: Encoded, raw_bytes: int, told: Totals) -> None:
         """Write records that are new.
 
         Raises:
@@ -342,8 +333,8 @@ class _Commit:
         self._transaction.cursor(self._tables[b"samples"]).putmulti(sorted(entries))
         self.totals.raw_bytes += raw_bytes
         self.totals.stored_bytes += sum(records.sizes)
-        self.totals.codec = codec
-        self.totals.error.join(error)
+        self.totals.codec = told.codec
+        self.totals.error.join(told.error)
         put(TOTALS, self.totals.pack(), db=about)
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
