@@ -139,9 +139,6 @@ class Assembly:
                 structure, leaves = flatten(loaded.data, len(plan.task.ids))
                 source.yields(leaves.values())
             with Attempt() as tried:
-                if studies:
-                    data = own_containers(loaded.data, structure.rebuild(leaves))
-                    loaded = loaded._replace(data=data)
                 return self._tag_apart(plan, loaded, studies=studies)
             assert tried.error is not None
             if not studies:
