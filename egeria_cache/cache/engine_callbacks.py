@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
-from egeria_cache.batch import Batch, SampleId, take_rows
+from egeria_cache.batch import Batch, SampleId
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
@@ -225,22 +225,15 @@ class EngineCallbacks:
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
         ids, draws = _chosen(batch.ids, mask), source.stored_as(batch.draws[mask])
-        if entry is not None and entry.cut is cut and rows is not None:
-            new = np.ones(len(ids), bool)  # they were looked up when the batch was planned
-        else:
-            new = ~view.contains(ids, draws)
-        if not new.any() or not view.alive:
+        # Those that hits leave were looked up when the batch was planned.
+        is_missing = entry is not None and entry.cut is cut and rows is not None
+        if not view.alive or not (is_missing or not view.contains(ids, draws).all()):
             return
-        wanted = mask.copy()
-        wanted[mask] = new
-        kept = _kept(view, batch, wanted)
+        kept = _kept(view, batch, mask)
         if changed := [path for path, values in kept.items() if values is None]:
             self._counts.why_not = f"the loop writes to leaf {changed[0]!r} before the model is run"
             return
-        if not new.all():
-            ids, draws = _chosen(ids, new), draws[new]
-            tensors = {name: take_rows(values, new) for name, values in tensors.items()}  # type: ignore[misc]
-        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(wanted))
+        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(mask))
         named = record(cut, tensors, kept, lengths)
         replaces = source.superseded(draws)
         view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
