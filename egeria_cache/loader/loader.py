@@ -13,7 +13,6 @@ import functools
 import io
 import logging
 import time
-import warnings
 from collections.abc import Callable, Sized
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar, cast
@@ -28,15 +27,7 @@ from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
-from egeria_cache.samples import (
-    DEFAULT_REUSE,
-    CollateLoaded,
-    Draws,
-    Loaded,
-    LoaderSource,
-    SeededDataset,
-    SeededWorkerInit,
-)
+from egeria_cache.samples import DEFAULT_REUSE, Draws, Loaded, LoaderSource, task_loader
 from egeria_cache.threads import in_turns
 
 T_co = TypeVar("T_co", covariant=True)
@@ -342,23 +333,12 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self, tasks: TaskSource, generator: torch.Generator | None
     ) -> DataLoader[Loaded]:
         """Return a DataLoader whose workers load tasks."""
-        with warnings.catch_warnings():
-            # Its advice on the arguments was given when this loader was made.
-            warnings.simplefilter("ignore")
-            return DataLoader(
-                SeededDataset(self.source.samples),  # type: ignore[arg-type]
-                batch_sampler=tasks,
-                num_workers=self.num_workers,
-                collate_fn=CollateLoaded(self.source.collate),  # type: ignore[arg-type]
-                pin_memory=self.pin_memory,
-                generator=generator,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.persistent_workers,
-                pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
-                **self._worker_options()
-                | {"worker_init_fn": SeededWorkerInit(self.worker_init_fn)},
-            )
+        return task_loader(
+            self.source.samples, tasks, num_workers=self.num_workers, pin_memory=self.pin_memory,
+            generator=generator, prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers, in_order=self.in_order,
+            pin_memory_device=self.pin_memory_device, **self._worker_options(),
+        )  # fmt: skip
 
 
 def _alone(collate: Callable[[Any], Any], samples: list[Any]) -> Any:

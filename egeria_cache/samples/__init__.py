@@ -15,28 +15,20 @@ content of all that decides a sample (`pystate`), and by what loading moves (`co
 from egeria_cache.samples.collation import find_places, own_lengths
 from egeria_cache.samples.content import row_prints, same_values
 from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
-from egeria_cache.samples.loading import (
-    CollateLoaded,
-    Loaded,
-    SeededDataset,
-    SeededWorkerInit,
-    Task,
-)
+from egeria_cache.samples.loading import Loaded, Task, task_loader
 from egeria_cache.samples.source import BatchContext, LoaderSource
 
 __all__ = [
     "DEFAULT_REUSE",
     "BatchContext",
     "Clock",
-    "CollateLoaded",
     "Draws",
     "Loaded",
     "LoaderSource",
-    "SeededDataset",
-    "SeededWorkerInit",
     "Task",
     "find_places",
     "own_lengths",
     "row_prints",
     "same_values",
+    "task_loader",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
@@ -385,3 +386,24 @@ class SeededWorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.worker_init is not None:
             self.worker_init(worker_id)
+
+
+def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader[Loaded]:
+    """Return a DataLoader whose workers load tasks.
+
+    Args:
+        samples: The data set and the collate function.
+        tasks: An iterable of tasks.
+        options: DataLoader's others.
+    """
+    init = SeededWorkerInit(options.pop("worker_init_fn", None))
+    with warnings.catch_warnings():
+        # Its advice on the arguments was given when the user's own loader was made.
+        warnings.simplefilter("ignore")
+        return DataLoader(
+            SeededDataset(samples),  # type: ignore[arg-type]
+            batch_sampler=tasks,
+            collate_fn=CollateLoaded(samples.collate),  # type: ignore[arg-type]
+            worker_init_fn=init,
+            **options,
+        )

@@ -8,21 +8,13 @@ all, and some data sets work in a worker alone.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from egeria_cache.samples.loading import (
-    CollateLoaded,
-    Loaded,
-    SampleLoader,
-    SeededDataset,
-    SeededWorkerInit,
-    Task,
-)
+from egeria_cache.samples.loading import Loaded, SampleLoader, Task, task_loader
 
 
 class SideWorker:
@@ -61,19 +53,8 @@ class SideWorker:
         self._loader = None
 
     def _start(self) -> DataLoader[Loaded]:
-        options = self._options | {
-            "worker_init_fn": SeededWorkerInit(self._options.get("worker_init_fn")),
-            # Its own: DataLoader draws a base seed whenever it begins to iterate.
-            "generator": torch.Generator(),
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return DataLoader(
-                SeededDataset(self._samples),  # type: ignore[arg-type]
-                batch_sampler=self._tasks,  # type: ignore[arg-type]
-                collate_fn=CollateLoaded(self._samples.collate),  # type: ignore[arg-type]
-                num_workers=1,
-                prefetch_factor=1,
-                persistent_workers=True,
-                **options,
-            )
+        # Its own generator: DataLoader draws a base seed whenever it begins to iterate.
+        return task_loader(
+            self._samples, self._tasks, num_workers=1, prefetch_factor=1, persistent_workers=True,
+            generator=torch.Generator(), **self._options,
+        )  # fmt: skip

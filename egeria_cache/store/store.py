@@ -262,10 +262,7 @@ class ActivationStore:
         """Let batches wait to be committed with others, as long as nobody reads them soon; or no
         more, and what waits is committed now.
         """
-        if gathers:
-            self._writer.gathers = True
-        else:
-            self._writer.hurry()
+        self._writer.gather(gathers)
 
     def stats(self) -> StoreStats:
         """Return counts and sizes."""

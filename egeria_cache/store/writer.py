@@ -82,7 +82,7 @@ class Writer:
         self._stopping = False
         self._hurries = False
         """Whether what waits is to be committed now."""
-        self.gathers = False
+        self._gathers = False
         """Whether batches wait for a group: those to come soon are more than those to be read."""
         self.why_dead = ""
         """Why nothing is stored any more, if that is so."""
@@ -119,17 +119,17 @@ class Writer:
     def _is_ripe(self) -> bool:
         """Whether what waits is to be committed."""
         return (
-            not self.gathers
+            not self._gathers
             or self._hurries
             or self._stopping
             or len(self._jobs) >= min(GROUP_BATCHES, QUEUE_BATCHES // 2)
             or self._waiting_bytes >= GROUP_BYTES
         )
 
-    def hurry(self) -> None:
-        """Wait for no group any more: what is queued is committed now, in its turn."""
+    def gather(self, gathers: bool) -> None:
+        """Wait for groups, or no more: what is queued is committed now, in its turn."""
         with self._changed:
-            self.gathers, self._hurries = False, True
+            self._gathers, self._hurries = gathers, self._hurries or not gathers
             self._changed.notify_all()
 
     def _starts(self) -> bool:
