@@ -72,7 +72,7 @@ MUTATIONS = {
         file="egeria_cache/skip/serve/address.py",
         old="        if fields in self._void and fields not in self._blind:\n",
         new="        if False:\n",
-        caught_by="tests/hostile/test_prefix_values.py",
+        caught_by="tests/hostile/test_prefix.py",
     ),
     "checksums of records are not compared": Mutation(
         file="egeria_cache/store/records/record.py",
@@ -183,7 +183,7 @@ MUTATIONS = {
         file="egeria_cache/cache/engine_callbacks.py",
         old="        if batch.context.is_outdated:\n            return  #",
         new="        if False:\n            return  #",
-        caught_by="tests/hostile/test_data.py",
+        caught_by="tests/cache/test_equality.py",
     ),
     "what a hit needs after all is not computed in it": Mutation(
         file="egeria_cache/skip/serve/placeholder.py",

@@ -44,6 +44,20 @@ def test_a_full_hit_epoch_reads_the_dataset_for_its_checks_alone(tmp_path):
     assert more[4].num_loaded - one[4].num_loaded <= audited + 3 * 2 * 2
 
 
+def test_what_was_loaded_before_the_data_changed_is_not_stored_as_of_the_new(tmp_path):
+    runs = []
+    for gate in ("always", "never"):
+        data = Images(noise=0)
+        change = {3: lambda images=data.images: images.mul_(2)}
+        settings = {
+            "epochs": 4, "data": data, "wrap": OneAhead,
+            "each_step": lambda step, _, change=change: change.get(step, int)(),
+        }  # fmt: skip
+        runs.append(run(tmp_path / gate, gate=gate, **settings))
+    assert_same(*runs)
+    assert runs[0][3].hits >= 2 * 48
+
+
 @pytest.mark.parametrize(
     "moves",
     [
