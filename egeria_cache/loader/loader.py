@@ -295,6 +295,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
         """Void what was stored; in mid-pass, what changes is loaded differently at once."""
         assert self.cache is not None
         self.source.forget()  # it may pad otherwise
+        if not self.source.fingerprint.is_new:  # it goes back and forth
+            self._num_changes = 0
         self._num_changes += not (midway and self._changed_midway)  # passes are counted
         self._changed_midway |= midway
         if self._num_changes > MAX_CHANGES:

@@ -6,14 +6,13 @@ readable path to a print, so that two portraits can say *where* they differ.
 
 What trains is no data: optimizers, loaders, hooks, and an object that holds one of them. A model of
 which nothing trains, and that a data set or its transform has, is a part of that. A model that
-trains, and any other object that merely lies within reach of some code (a configuration, a data
-module), may decide a sample or not: it is looked at, but a sample has the last word
+trains, and what no code names of an object that merely lies within its reach (a configuration, a
+data module), may decide a sample or not: it is looked at, but a sample has the last word
 (`fingerprint.py`).
 """
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import types
@@ -21,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ from egeria_cache.pystate.foreign import (
     state_of,
 )
 from egeria_cache.pystate.places import (
+    BUFFERS,
     GENERATORS,
     LEADS,
     Attributes,
@@ -60,6 +61,7 @@ from egeria_cache.pystate.places import (
     Parts,
     Place,
     Sketch,
+    bytes_in,
     sketch_of,
 )
 from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, holds_threads
@@ -70,7 +72,7 @@ _OWN = ("fingerprint", "_fingerprint")
 _NO_OBJECTS = (
     Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *LEADS
 )  # fmt: skip
-_SHOWN = (io.BytesIO, *LEADS)
+_SHOWN = (*BUFFERS, local, *LEADS)
 _DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
 """Kinds of which most of a data set's objects are."""
 
@@ -112,9 +114,11 @@ class Portrait(Snapshot):
         self._is_thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._paths: dict[int, str] = {}
+        self._names = set[str]()
+        """In the code that was met."""
         self._within_reach: dict[int, bool] = {}
         """Whether what has this id was reached by way of code, and belongs to no data set."""
-        self._is_told, self._scope, self._was_brief = False, None, False
+        self._is_told = self._was_brief = False
         for name, value in roots.items():
             if not self._is_noted(name, value):
                 self._within_reach[id(value)] = name != "data set"
@@ -170,14 +174,17 @@ class Portrait(Snapshot):
         within = self._within_reach.get(id(value), False)
         self._paths[id(value)] = path
         is_code = isinstance(value, types.FunctionType | types.MethodType)
-        self._scope = value.__globals__ if is_code else None
         is_data = type(value) in _DATA
         self._keeps = not (self._is_thorough or (not is_data and holds_threads(value)))
         is_object = not (is_data or isinstance(value, _NO_OBJECTS))
         is_set = is_object and not isinstance(value, type) and is_data_set(value)
         is_set |= isinstance(value, Dataset)
         is_trained = isinstance(value, nn.Module) and not is_frozen(value)
-        if (within and is_object and not is_set and not callable(value)) or is_trained:
+        if within and is_object and not is_set and not callable(value):
+            held = own_attributes(value)
+            unnamed = (f"{path}.{name}" for name in held if name not in self._names)
+            self.doubtful.update(unnamed if held else (path,))
+        if is_trained:
             self.doubtful.add(path)
         below: list[tuple[str, Any]] = []
         own = _own_fingerprint(value) if is_set else None
@@ -236,8 +243,6 @@ class Portrait(Snapshot):
                 one for one in found
                 if one[0] == tops[0] or (one[0] not in tops and _is_active(one[1]))
             ]  # fmt: skip
-        if isinstance(place, Names) and place.where is not self._scope:
-            self.doubtful.update(at for at, _ in found)  # of a module that the code names
         found = [one for one in found if not one[0].endswith(".__module__")]
         return [(at, part) for at, part in found if not self._is_noted(at, part)]
 
@@ -278,6 +283,7 @@ class Portrait(Snapshot):
                 self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
         elif isinstance(value, types.FunctionType):
             number, settings = _look_at_code(value.__code__)
+            self._names.update(names_in(value.__code__).all)
             self._note(path, number)
             for name in settings:
                 if name in os.environ:
@@ -297,9 +303,8 @@ class Portrait(Snapshot):
             return True
         elif isinstance(value, dict | list | tuple | deque | types.MappingProxyType):
             self._note(path, f"{kind_name(type(value))} of {len(value)}")
-        elif isinstance(value, (io.BytesIO, *MEMORY)):
-            held = value.getvalue() if isinstance(value, io.BytesIO) else memoryview(value)
-            self._array(path, np.frombuffer(held, np.uint8))
+        elif isinstance(value, (*BUFFERS, *MEMORY)):
+            self._array(path, bytes_in(value))
         elif (
             isinstance(value, (types.MethodType, property, types.MemberDescriptorType, *LEADS))
             or own_dict(value) is not None

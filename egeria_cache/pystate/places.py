@@ -40,6 +40,8 @@ _STAND_INS = ("forward", "train")
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 LEADS: tuple[type, ...] = ContextVar, weakref.ref, weakref.ProxyType, weakref.CallableProxyType
 """Lead to something else."""
+BUFFERS = io.BytesIO, io.StringIO
+"""Files in memory."""
 NUM_SEEN, NUM_FIRST = 256, 4096
 """Items of a long list or array that a glance sees, here and there; of another container."""
 SMALL_BYTES = 1 << 16
@@ -78,6 +80,11 @@ class Place:
     def write(self, where: Any, kept: Any) -> None:
         """Have `where` hold that."""
         raise NotImplementedError
+
+    def parts(self, where: Any) -> dict[Any, Any]:
+        """Return what it reads as a dict: of a container without names, by number."""
+        held = self.read(where)
+        return held if isinstance(held, dict) else dict(enumerate(held))
 
 
 class Named(Place):
@@ -264,7 +271,7 @@ class Sketch(Place):
                 seen = tensor_print(where, 0) if where.is_inference() else where._version
                 place = where.data_ptr() if where.layout == torch.strided else 0
                 return (seen, place, where.shape), []
-            if isinstance(where, (np.ndarray, io.BytesIO, *MEMORY)):
+            if isinstance(where, (np.ndarray, *BUFFERS, *MEMORY)):
                 return _here_and_there(where)
             if isinstance(where, LEADS):
                 return (), [led_to(where)]
@@ -289,9 +296,14 @@ def _anew(part: Any) -> str:
     return repr(part) if items and ATOMS.issuperset(map(type, items)) else type(part).__name__
 
 
+def bytes_in(where: Any) -> np.ndarray:
+    """Return what a file in memory, or other memory, holds."""
+    held = where.getvalue() if isinstance(where, BUFFERS) else memoryview(where)
+    return np.frombuffer(held.encode() if isinstance(held, str) else held, np.uint8)
+
+
 def _here_and_there(where: Any) -> tuple[Any, list[Any]]:
-    held = where.getvalue() if isinstance(where, io.BytesIO) else where
-    array = held if isinstance(held, np.ndarray) else np.frombuffer(held, np.uint8)
+    array = where if isinstance(where, np.ndarray) else bytes_in(where)
     some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]
     return (array.shape, some.tolist()) if array.dtype.hasobject else ((array.shape, some), [])
 
@@ -401,7 +413,7 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
     return Generator(path, value) if is_random else None
 
 
-_SKETCHED = Tensor, np.ndarray, io.BytesIO, dict, list, set, deque, types.MappingProxyType
+_SKETCHED = Tensor, np.ndarray, *BUFFERS, dict, list, set, deque, types.MappingProxyType
 
 
 def sketch_of(path: str, value: Any) -> Sketch | None:

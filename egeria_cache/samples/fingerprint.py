@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from operator import attrgetter
@@ -32,8 +31,6 @@ from egeria_cache.pystate import PLAIN, Portrait, array_print, is_below, plain_p
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
 """Samples that are read again at the start of an epoch, in turns."""
-MAX_ASKED = 2
-"""How often samples are asked at once about one thing that moves; then as time allows."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
 _MAX_TENSORS = 64
@@ -138,13 +135,13 @@ class Fingerprint:
         self._roots = roots
         self._look_at = look_at
         self._text: str | None = None
+        self._known, self.is_new = set[str](), True
+        """All texts that were taken, and whether the last one was none of those before it."""
         self.age = 0
         """How often the data were seen to be others than before."""
         self._portraits: tuple[Portrait, Portrait]
         self._shown = Look([], None)
         """What loading has shown at first."""
-        self._asked: Counter[str] = Counter()
-        """How often what may decide a sample has moved, and decided none."""
         self._prints: dict[int, int | None] = {}
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
@@ -203,8 +200,8 @@ class Fingerprint:
         return now >= self._next_look or list(map(_version, self._tensors)) != self._versions
 
     def _note_tensors(self) -> None:
-        left_out = self._left_out
-        held = (one.where for one in self._glance.places if not is_below(one.path, left_out))
+        moved = self._shown.moved
+        held = (one.where for one in self._glance.places if not is_below(one.path, moved))
         tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
         self._tensors = sorted(tensors, key=attrgetter("requires_grad"), reverse=True)
         del self._tensors[_MAX_TENSORS:]
@@ -217,34 +214,29 @@ class Fingerprint:
         started = time.perf_counter()
         sees_all = midway and quick.is_whole and not has_moved
         is_due = not sees_all and (self._free_s[midway] > 0 or started >= self._next_full)
-        if not is_due and not (has_moved and seen.differences(quick, self._left_out)):
+        if not is_due and not (has_moved and self._surely(seen, quick)):
             return None
-        full, left_out = self._full(quick), self._left_out
-        surely = before.differences(full, left_out | before.doubtful | full.doubtful)
-        if surely or (surely := [*self._shown.read.intersection(before.differences(full, set()))]):
+        full = self._full(quick)
+        if surely := self._surely(before, full):
             return surely[0]
-        moved = before.differences(full, self._shown.moved if is_due else left_out)
+        moved = before.differences(full, self._shown.moved) if is_due else []
         self._portraits = quick, full
         what = None
         if moved and self._gives_others():
             what = moved[0]
-        elif moved:
-            self._asked.update(moved)
-        elif not midway:
+        elif not moved and not midway:
             what = self._other_samples()
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return what
 
+    def _surely(self, before: Portrait, now: Portrait) -> list[str]:
+        """Return what is another, and decides samples whatever those that are known show."""
+        found = before.differences(now, self._shown.moved | before.doubtful | now.doubtful)
+        return found or [*self._shown.read.intersection(before.differences(now, set()))]
+
     def _full(self, quick: Portrait) -> Portrait:
         return quick if quick.tells_all else Portrait(self._roots)
-
-    @property
-    def _left_out(self) -> frozenset[str]:
-        """Paths that decide no sample, as loading has shown, or asking for samples has so far."""
-        return self._shown.moved | {
-            path for path, times in self._asked.items() if times >= MAX_ASKED
-        }
 
     def _gives_others(self) -> bool:
         """Load the samples that are known again, and collate them."""
@@ -301,7 +293,10 @@ class Fingerprint:
         digest.update(repr(seen).encode("utf-8", "replace"))
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
-        return f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
+        text = f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
+        self.is_new = text not in self._known
+        self._known.add(text)
+        return text
 
     def _see(self, indices: list[int]) -> None:
         """Load samples for the first time."""
