@@ -28,6 +28,7 @@ _MADE_IN_PYTHON = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE`: a class made by a `class` statement (some of C are, too)."""
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device,
            torch.Size, enum.Enum)  # fmt: skip
+_MAX_TEXTS = 20_000
 _BY_NAME = (ModuleType, nn.Module, FunctionType, MethodType)
 
 
@@ -53,7 +54,7 @@ class Content:
         into_foreign: Whether to look into what belongs to other worlds.
     """
 
-    def __init__(self, value: Any, depth: int = 6, *, into_foreign: bool = True) -> None:
+    def __init__(self, value: Any, depth: int = 12, *, into_foreign: bool = True) -> None:
         self.texts: dict[str, bytes] = {}
         """Path -> what is there, in short. Items of mappings are in their order."""
         self.arrays: set[str] = set()
@@ -61,6 +62,8 @@ class Content:
         self.is_all = True
         """Whether this is all of it: plain values in containers and plain objects."""
         self._into_foreign = into_foreign
+        self._around = set[int]()
+        """Ids of what is being looked into."""
         self._add("", value, depth)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
@@ -70,14 +73,19 @@ class Content:
             self._add_array(path, value)
         elif isinstance(value, weakref.ref):
             self._add(path, value(), depth)
-        elif isinstance(value, (type, *_BY_NAME)) or depth == 0:
+        elif isinstance(value, (type, *_BY_NAME)) or self._is_far(value, depth):
             self.is_all = False
             is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")
             kind = value if isinstance(value, type) else type(value)
             self.texts[path] = value.__name__.encode() if is_named else kind_name(kind).encode()
         else:
             self.texts[path] = type(value).__qualname__.encode()
+            self._around.add(id(value))
             self._add_parts(path, value, depth - 1)
+            self._around.discard(id(value))
+
+    def _is_far(self, value: Any, depth: int) -> bool:
+        return depth == 0 or id(value) in self._around or len(self.texts) > _MAX_TEXTS
 
     def _add_array(self, path: str, value: Any) -> None:
         self.arrays.add(path)

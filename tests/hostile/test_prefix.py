@@ -319,6 +319,7 @@ def derived():
 
 FORWARDS = {
     "another class": (Net, lambda m: setattr(m.early, "__class__", Negative)),
+    "other bases": (derived, lambda m: setattr(type(m.early), "__bases__", (Negative,))),
     "another class of the model": (
         Net, lambda m: setattr(m, "__class__", type("Relu", (Net,), {"front": relu_front})),
     ),

@@ -94,7 +94,8 @@ class Layout:
         """By id: where some of these are looked up before, and do not stand."""
         self.absent: list[tuple[Any, str]] = []
         """Where a name would be found that stands nowhere."""
-        self._spaces: dict[type, Any] = {}
+        self.spaces_of: dict[type, Any] = {}
+        """What a class holds in which names are looked up."""
         self._seen: set[Any] = {*code.unread}
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._depth = 0
@@ -285,7 +286,7 @@ class Layout:
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
-        return [self._spaces.setdefault(base, vars(base)) for base in bases_of(kind)]
+        return [self.spaces_of.setdefault(base, vars(base)) for base in bases_of(kind)]
 
     def look_up(self, where: str, key: str, places: Sequence[Any]) -> None:
         """Lay out what a name stands for, in the first place that has it."""
