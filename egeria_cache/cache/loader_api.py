@@ -31,6 +31,8 @@ _BESIDE = (
     "share their random generators; give it num_workers=1 or more"
 )
 _IS_ALIVE = attrgetter("generation.alive")
+_UNLIKE = "loader after loader was made over another data set, and none was passed again"
+MAX_UNLIKE = 8
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -52,6 +54,8 @@ class LoaderApi:
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
+        self._num_unlike = 0
+        """Loaders that have begun without anything of others to adopt."""
         self._directory = directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
@@ -123,6 +127,9 @@ class LoaderApi:
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
+        self._num_unlike += not self.views(source.key)
+        if self._num_unlike == MAX_UNLIKE and not self.counters.counts.hits:
+            self._host.uncached(_UNLIKE, "Let a sampler choose from one data set, of one loader")
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._status.views.forget(key)  # it asks again when it begins another pass
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from tests.hostile.harness import Finding, NeedlesslyUncached, WithoutAWord
 
-LOADERS = "test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same"
 TIME_FIRST = "samples are looked for in the first dimension alone"
 KNOWN: dict[str, tuple[type[Finding], str]] = {
     "test_joined_and_shaped_inputs_are_served[Variable]": (
@@ -18,14 +17,11 @@ KNOWN: dict[str, tuple[type[Finding], str]] = {
         f"test_batches_with_time_first_are_served[{kind}]": (NeedlesslyUncached, TIME_FIRST)
         for kind in ("embed-collate", "embed-loop", "rnn-collate", "rnn-loop")
     },
-    f"{LOADERS}[cycled]": (
+    "test_however_a_loop_passes_over_its_loaders_the_batches_are_the_same[cycled]": (
         WithoutAWord,
         "that batches are kept is said when the third of them comes again, which is later",
     ),
     "test_a_batch_written_in_every_epoch_is_what_the_model_sees[a method]": (
         WithoutAWord, "what is done to batches in another way each time is told from the fifth on",
-    ),
-    "test_another_data_set_for_each_epoch[grows]": (
-        WithoutAWord, "a loader made anew over another data set each time is another one each time",
     ),
 }  # fmt: skip

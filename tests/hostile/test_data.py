@@ -208,7 +208,7 @@ def test_a_data_set_that_is_another_in_every_epoch_is_that_of_the_epoch(run, mak
 
 
 ANEW = {
-    "grows": lambda epoch: Subset(Pairs(), [*range(16 + 2 * epoch)]),
+    "grows": lambda epoch: Subset(Pairs(40), [*range(16 + 2 * epoch)]),
     "a curriculum": lambda epoch: Subset(Pairs(), [*range(8 * (epoch % 3 + 1))]),
     "other labels": lambda epoch: TensorDataset(inputs(), labels(seed=2 + epoch // 2)),
 }
@@ -217,7 +217,9 @@ ANEW = {
 @hostile(over=ANEW, cases=3)
 def test_another_data_set_for_each_epoch(run, data):
     model, optimizer = run.freeze(Net()), None
-    for epoch in range(4):
+    for epoch in range(10):
+        if epoch == 8:
+            run.turn()
         optimizer = run.fit(model, run.loader(data(epoch)), 1, optimizer=optimizer)
 
 
