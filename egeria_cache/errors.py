@@ -105,6 +105,13 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
+    def leaves(cls, boundary: str, what: str) -> BoundaryError:
+        """A hit would not leave what a plain call does."""
+        return cls.impure(
+            boundary, f"{what!r} is what the prefix leaves with each call, and a hit would not"
+        )
+
+    @classmethod
     def decides_later(cls, boundary: str, what: str) -> BoundaryError:
         """A counter comes to nothing now, and would in a later call."""
         return cls.impure(
@@ -153,6 +160,14 @@ class ParallelError(BoundaryError):
 
 class BatchError(BoundaryError):
     """The model can be cut there, but not for such batches."""
+
+    @classmethod
+    def without_rows(cls, argument: str) -> BatchError:
+        """What the front reads has no rows of samples."""
+        return cls(
+            f"the frozen front reads {argument!r}, which holds no row for each sample of the batch;"
+            " put samples into rows in the collate_fn"
+        )
 
 
 class PaddingError(BatchError):

@@ -402,7 +402,7 @@ class EngineCallbacks:
 
     def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
-        if type(error) is BatchError:
+        if str(error) in self._status.together.values():
             self._leave_together()
             return
         self._counts.why_not = str(error)

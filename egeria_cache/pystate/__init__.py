@@ -37,14 +37,14 @@ from egeria_cache.pystate.foreign import (
     own_slots,
 )
 from egeria_cache.pystate.look import Portrait, is_below
-from egeria_cache.pystate.places import LEADS, Names, OfClass, led_to
+from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, led_to
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
 from egeria_cache.pystate.random_state import RandomState
 from egeria_cache.pystate.snapshot import CODE, DATA, MODELS, Moved, Reach, Snapshot
 
 __all__ = [
     "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",
-    "OfClass", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "array_print",
+    "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn", "array_print",
     "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "has_settings",
     "in_class", "is_below", "is_beyond", "is_compiled", "is_followed", "is_installed_code",
     "is_library", "is_put_back", "is_shared", "is_standard", "is_value", "led_to", "names_in",

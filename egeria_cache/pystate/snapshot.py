@@ -52,6 +52,7 @@ from egeria_cache.pystate.places import (
     Cell,
     Elements,
     Generator,
+    Items,
     Length,
     Named,
     Names,
@@ -249,14 +250,24 @@ class Snapshot:
                     if part.has_gone_on():
                         yield part
 
-    def moved_whole(self, of: Callable[[Any], Any]) -> list[Moved]:
+    def words(self, of: Callable[[Any], Any]) -> dict[tuple[int, Any], bool | str]:
+        """Return the truths and texts that the copies `of` them hold, by place and name."""
+        found = dict[tuple[int, Any], bool | str]()
+        for i, place in enumerate(self.places):
+            if id(place.where) not in self.apart and isinstance(place, Named | Items):
+                pairs = place.parts(of(place.where)).items()
+                named = ((key, part) for key, part in pairs if type(key) in (int, str))
+                found |= {(i, key): part for key, part in named if type(part) in (bool, str)}
+        return found
+
+    def moved_whole(self, of: Callable[[Any], Any]) -> dict[Any, Moved]:
         """Return what has moved since, every part of it, with all that is put ahead with it.
 
         Args:
             of: Returns the copy that was run of what was copied, else the thing itself.
         """
         found = self.moved(self._kept, self.now(of), wholly=True)
-        return [one for one in found if id(one.where) not in self.apart]
+        return {one.mark: one for one in found if id(one.where) not in self.apart}
 
     def _lent(self, place: Place, kept: Any) -> Any:
         """Return it with copies of what cannot be set back."""

@@ -51,6 +51,8 @@ _MAX_EVEN = 8
 """Batches without padding that are computed in the hope of one that has some."""
 _MAX_BARE = 3
 """Calls under a boundary that may come without a loader's batch before that is said."""
+_MANY_ALIKE = 16
+"""Calls with one batch before that is said."""
 _ALL_NEW = "no call came with the arguments of one before it"
 _KEPT = "the loop keeps batches that came before anything was stored, and gives them again"
 _TRANSFORMED = (
@@ -109,15 +111,18 @@ class _Unserved:
         """There is another boundary."""
         self.was_served = self.is_quiet = False
         """Whether any call came with a loader's batch; and whether the last ones all did."""
-        self._why, self._num, self._of = "", 0, object()
+        self._why, self._num, self._same, self._of = "", 0, 0, object()
 
     def note(self, why: str, *, of: Any = None) -> None:
         """A call came plain; several calls of one batch `of` these samples count once."""
         if of is not None and of is self._of:
+            self._same += 1
+            if self._same == _MANY_ALIKE:
+                self._told(*_with_remedy(why))
             return
         if (why is _ALL_NEW) is not (self._why is _ALL_NEW):
             self._num = 0
-        self._num, self._of, self.is_quiet = self._num + 1, of, False
+        self._num, self._same, self._of, self.is_quiet = self._num + 1, 0, of, False
         if self._num == 1:
             self._why = why
         if self._num == (MAX_CHAINS + 1 if why is _ALL_NEW else _MAX_BARE):
@@ -435,6 +440,10 @@ class SkipEngine:
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
             return self._first(key, call)
+        for name, read, value in plan.left:
+            if read() != value:
+                self._refuse(key, BoundaryError.leaves(plan.boundary, name))
+                return self._plainly(call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
         source: ReplayPlan | None = None

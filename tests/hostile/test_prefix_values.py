@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.hostile.harness import cross_entropy, hostile
-from tests.hostile.loops import changed, numbered, trained
+from tests.hostile.loops import ce, changed, numbered, trained
 from tests.hostile.nets import ConvNet, Net, images, layered, net, rows
 from tests.hostile.places import (
     COUNTERS,
@@ -599,23 +599,26 @@ def test_a_boundary_of_more_digits_than_what_leads_to_it(run, kind):
 # ---- counts and schedules ---------------------------------------------------------------------
 
 
-class Counting(nn.Linear):
-    """Counts its calls, as schedules inside of models do."""
+WORDS = {}
+LEFT = {
+    "its own count": lambda m, h: setattr(m.early, "calls", m.early.calls + 1),
+    "the model's count": lambda m, h: setattr(m, "calls", m.calls + 1),
+    "a flag": lambda m, h: setattr(m, "flag", True),
+    "a word": lambda m, h: WORDS.update(mode="on"),
+    "the head's tensor": lambda m, h: setattr(m.head, "aux", h.detach().mean()),
+}
 
-    calls = 0
 
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
+def noticed(m):
+    flag, m.flag = m.flag is True, None
+    return 1 + 0.1 * (m.calls + m.early.calls + flag + m.head.aux + len(WORDS.pop("mode", "")))
 
 
-@hostile
-@pytest.mark.parametrize("who", ["the head", "the loop"])
-def test_a_counter_of_the_front_that_others_read_counts(run, who):
-    warming = lambda m, h: Net.back(m, h) * min(1.0, m.early.calls / 10)  # noqa: E731
-    model = net(back=warming) if who == "the head" else Net()
-    model.early = Counting(6, 8)
-    trained(run, model=model, epochs=4, each_step=lambda m, step: run.see(m.early.calls))
+@hostile(over=LEFT, cases=5)
+def test_what_the_front_leaves_to_others_is_there_for_them(run, leave):
+    model = layered(lambda layer, h: leave(layer.of[0], h) or h, calls=0)
+    model.early.of, model.calls, model.flag, model.head.aux = [model], 0, None, 0.0
+    trained(run, lambda m, b: ce(m, *b) * noticed(m), model=model, epochs=4)
 
 
 def counts(decide):

@@ -34,6 +34,7 @@ from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, shared_modules
 from egeria_cache.skip.prove.proof import prove
+from egeria_cache.skip.prove.purity import held_in, moved
 from egeria_cache.skip.prove.traced_batch import (
     PrefixRun,
     TracedBatch,
@@ -185,13 +186,16 @@ class DryRun:
         copied, before = traced.copies.fresh(), traced.before
         args, kwargs = copied.call.plain()
         before.restore(for_a_copy=True)
-        run = _PlainRun(traced, copied)
+        run, traced.held = _PlainRun(traced, copied), held_in(traced, copied)
         with copied.intercept(traced.modules, run):
             traced.result = copied.call.result(copied.forward(*args, **kwargs))
         self._is_plain = self._weights.looks_closely = False
         traced.outputs, traced.seconds = run.outputs, run.seconds
         traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
-        traced.counted = before.outside.moved_whole(copied.copy_of)
+        traced.counted = [*before.outside.moved_whole(copied.copy_of).values()]
+        after = held_in(traced, copied)
+        left = moved(traced.held, after)
+        traced.left = {mark: (traced.held.get(mark), after[mark]) for mark in left}
         traced.after = self._surroundings.now()
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:

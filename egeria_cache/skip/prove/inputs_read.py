@@ -28,7 +28,6 @@ from egeria_cache.skip.prove.traced_batch import (
     Recomputed,
     TracedBatch,
     another,
-    distinct,
     recompute,
 )
 from egeria_cache.skip.serve.placeholder import OF_EVERY_OBJECT, Placeholder, Source, placeholders
@@ -65,7 +64,7 @@ def observe(traced: TracedBatch) -> Observed:
 def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
     # A run of its own: some modules choose another way where a dispatch mode is active.
     copied = traced.copies.fresh()
-    pairs = [(module, copied.of(module)) for module in _not_skipped(traced)]
+    pairs = [(module, copied.of(module)) for module in traced.not_skipped()]
     copies = [(id(module), copy) for module, copy in pairs if copy is not module]
     models, really = [(id(m), m) for m, copy in pairs if copy is not m], set[tuple[int, str]]()
     noted, trace = set[tuple[int, str]](), _trace(traced, copied)
@@ -98,18 +97,11 @@ def note_reads(plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Modul
     plan.attributes = _attributes(plan, {pair for pair in seen.noted if pair[0] in read_of})
 
 
-def _not_skipped(traced: TracedBatch) -> list[nn.Module]:
-    """Return the modules around the boundary, and those that no module of the prefix holds."""
-    inside = {id(m) for step in traced.modules for m in step.modules()}
-    others = (m for m in traced.model.modules() if id(m) not in inside)
-    return distinct([*traced.ancestors, *others])
-
-
 def _others(traced: TracedBatch, noted: set[tuple[int, str]]) -> list[nn.Module]:
     """Return the modules behind the boundary of which an attribute was read, or the mode."""
     around = {id(module) for module in traced.ancestors}
     read = {owner for owner, key in noted if key == "training" or _may_count(key)} - around
-    return [module for module in _not_skipped(traced) if id(module) in read]
+    return [module for module in traced.not_skipped() if id(module) in read]
 
 
 def _may_count(key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from egeria_cache.skip.prove.inputs_read import free_arguments, free_attributes,
 from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import Prober, scene_of
-from egeria_cache.skip.prove.purity import Repeats
+from egeria_cache.skip.prove.purity import Repeats, held_in, is_left_otherwise, moved
 from egeria_cache.skip.prove.traced_batch import (
     Recomputed,
     TracedBatch,
@@ -68,7 +68,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     traced.called.call = traced.copies.fresh_call()
     followed = recompute(traced, copied=traced.called, goes_on=True)
     seen = observe(traced)
-    repeats, trace = Repeats(traced, seen.others), seen.trace
+    repeats, trace = Repeats(traced), seen.trace
     traced.coarsest = coarseness(() if trace is None else trace.dtypes)
     few = list(_few_rows(traced, trace))
     parts = [repeats.first, repeats.last, *few]
@@ -81,6 +81,8 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     prober = Prober(traced, repeats.last, plan)
     prober.run()
     if not plan.slots():
+        if plan.pinned and not plan.entered:
+            raise BatchError.without_rows(traced.call.layout.paths()[min(plan.pinned)])
         why = "nothing after it reads what it returns"
         if plan.steps[-1].run:
             why = (
@@ -285,6 +287,7 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
     """
+    plan.left = repeats.check_left(plan)
     repeats.check_outside()
     if not traced.counted:
         return {}
@@ -294,7 +297,7 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
         return recompute(traced, few, copied=copied, ahead=ahead)
 
     def moved() -> dict[Any, Moved]:
-        return {one.mark: one for one in traced.before.outside.moved_whole(copied.copy_of)}
+        return traced.before.outside.moved_whole(copied.copy_of)
 
     now, first = later(), moved()
     ahead, again = [later(0)], moved()
@@ -382,15 +385,17 @@ def _replayed(
         leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
     if layout != traced.result[1]:
         raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
-    moved = {one.mark: one for one in traced.before.outside.moved_whole(copied.copy_of)}
+    counted = traced.before.outside.moved_whole(copied.copy_of)
     for one in traced.counted:
-        one.replayed = moved.get(one.mark)
+        one.replayed = counted.get(one.mark)
     after = RandomState.now()
     run.scene.finished = True
+    held, left = held_in(traced, copied), traced.left.items()
+    traced.left = {k: pair for k, pair in left if is_left_otherwise(*pair, held.get(k))}
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     for step, kept in zip(plan.steps, constants, strict=True):
         step.constants = kept
-    _check_written(traced, plan, copied)
+    _check_written(traced, plan, copied, moved(traced.held, held))
     if not after.equals(traced.after.generators):
         raise BoundaryError.impure(
             plan.boundary, "the prefix draws random numbers, so that later ones would differ"
@@ -398,7 +403,9 @@ def _replayed(
     return leaves
 
 
-def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> None:
+def _check_written(
+    traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy, moved: Iterable[Any]
+) -> None:
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
     for position in _written_inputs(traced):
         if not same_content(traced.given[position], copied.call.leaves[position]):
@@ -406,7 +413,8 @@ def _check_written(traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy) -> 
                 plan.boundary,
                 f"the prefix writes to its input {traced.call.layout.paths()[position]}",
             )
-    written = traced.moved.keys() | map(id, _written(traced, copied))
+    owned = (mark for mark in moved if isinstance(mark[0], nn.Module))
+    written = traced.moved.keys() | {id(owner._buffers.get(key)) for owner, key in owned}
     skipped = (module for _, module in plan.skipped_modules())
     read = {id(t) for m in skipped for t in (*m._parameters.values(), *m._buffers.values())}
     read.update(id(named[2]) for named in plan.reads)
@@ -427,19 +435,6 @@ def _written_inputs(traced: TracedBatch) -> list[int]:
         if isinstance(traced.given[i], Tensor)
         and not same_content(traced.given[i], traced.copies.leaves[i])
     ]
-
-
-def _written(traced: TracedBatch, copied: ModelCopy) -> list[Tensor]:
-    """Return the model's buffers that a replay writes to."""
-    written = []
-    for module in traced.model.modules():
-        before, after = traced.copies.before(module)._buffers, copied.of(module)._buffers
-        for key, buffer in module._buffers.items():
-            a, b = before.get(key), after.get(key)
-            is_same = a is b or (a is not None and b is not None and difference(a, b) == 0)
-            if buffer is not None and not is_same:
-                written.append(buffer)
-    return written
 
 
 def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:

@@ -7,42 +7,36 @@ list) would stand still on hits, and what is left behind by a run would be that 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Container, Iterator, Mapping, Set
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, Names, Snapshot, describe
+from egeria_cache.pystate import Content, Names, Place, Snapshot, describe
+from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.state.hooks import has_user_hooks
+from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
-_NOT_STATE = frozenset({"_modules", "_parameters", "training", "train", "forward"})
-_MAX_DEPTH = 12
-_Held = list[dict[str, Content]]
+_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
+_INT = b"int:"
+Held = dict[Any, Content]
+"""What modules hold, by (module, attribute), and words outside of the model, by place."""
 
 
 class Repeats:
-    """The prefix three times on one copy of the model: twice on the same rows, then on others.
+    """The prefix three times on one copy of the model: twice on the same rows, then on others."""
 
-    Args:
-        traced: The plain run.
-        others: Modules behind the boundary that code before it makes use of.
-    """
-
-    def __init__(self, traced: TracedBatch, others: Iterable[nn.Module]) -> None:
+    def __init__(self, traced: TracedBatch) -> None:
         self._traced = traced
         copied = self.copied = traced.copies.fresh()
-        modules = [*traced.prefix_modules(), *others]
-        self._watched = [(module, copied.of(module)) for module in modules]
-        before = self._held()
+        before = held_in(traced, copied)
         self.first = recompute(traced, copied=copied)
-        settled = self._held()
-        begun = [pair for pair, _ in self._changes(before, settled)]
-        own = ((vars(copied.of(module)), key) for module, key in begun
-               if copied.of(module) is not module)  # fmt: skip
+        settled = held_in(traced, copied)
+        own = ((vars(copied.of(mark[0])), mark[1]) for mark in moved(before, settled)
+               if copied.of(mark[0]) is not mark[0])  # fmt: skip
         self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
         once, world = self.kept.now(), traced.before.outside
         outside = world.now(copied.copy_of), world.now(), dict(copied.context)
@@ -50,43 +44,58 @@ class Repeats:
         self.counted = list(self.kept.moved(once, self.kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
         self._outside = list(self._moved_outside(*outside))
-        again = self._held()
-        self._counting = self._changes(settled, again)
+        again = held_in(traced, copied)
+        self._counting = moved(settled, again)
         self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
-        later = self._held()
-        left = self._changes(again, later, new_keys=False)
-        self._left = [pair for pair, holds in left if holds]
-        self._told = [] if len(left) == len(self._left) else self._told_of_a_batch()
-        moving = chain(self._counting, self._changes(again, later))
-        self.moving = list(dict.fromkeys(pair for pair, _ in moving))
+        later = held_in(traced, copied)
+        self._of_others = moved(again, later)
+        """Whether other rows leave other tensors there, and not new ones."""
+        self.moving = list(dict.fromkeys((*self._counting, *self._of_others)))
         """What calls after the first move; what that one has left is a memo."""
         traced.common = copied
 
-    def _told_of_a_batch(self) -> list[tuple[nn.Module, str]]:
-        """Return what other rows, of the same number, leave behind otherwise."""
-        held, num = list[_Held](), min(len(self.first.rows), len(self.last.rows))
-        for rows in (self.first.rows[:num], self.last.rows[:num]):
-            recompute(self._traced, rows, copied=self.copied)
-            held.append(self._held())
-        return [pair for pair, _ in self._changes(*held)]
-
     def check(self, plan: ReplayPlan) -> None:
-        """Raise if what a hit skips would have changed something.
+        """Raise if what a hit skips would have moved something of what is skipped.
 
         Raises:
             BoundaryError: And what that is.
         """
         skipped = {id(m) for step in plan.steps if not step.run for m in step.module.modules()}
         around = {id(module) for module in plan.ancestors} - skipped
-        for (module, key), tensors in self._counting:
-            if id(module) in skipped or (id(module) in around and tensors):
-                raise self._impure(module, key, "moves with every call of the prefix")
-        left = [pair for pair in self._left if id(pair[0]) in skipped | around]
-        # Hooks are called on hits, too, and may leave what they like.
-        left += ((m, key) for m, key in self._told if id(m) in skipped and not has_user_hooks(m))
-        for module, key in left:
-            how = "is what the prefix leaves behind: on a hit it would be that of another batch"
-            raise self._impure(module, key, how)
+        for mark, has_arrays in self._counting.items():
+            if id(mark[0]) in skipped or (id(mark[0]) in around and has_arrays):
+                raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
+
+    def check_left(self, plan: ReplayPlan) -> list[tuple[str, Callable[[], Any], Any]]:
+        """Return what a plain call leaves elsewhere, and a hit does not, and is the same after all
+        calls: its name, how to look, and what it is.
+
+        Raises:
+            BoundaryError: Something is not the same.
+        """
+        found, places = (
+            list[tuple[str, Callable[[], Any], Any]](),
+            self._traced.before.outside.places,
+        )
+        skipped, left = {id(module) for _, module in plan.skipped_modules()}, self._traced.left
+        anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
+        if not anew.isdisjoint(left) or not left.keys().isdisjoint(self._of_others):
+            anew |= self._told_of_a_batch()
+        for mark, (_, now) in left.items():
+            if mark in anew:
+                raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
+            where = mark[0] if isinstance(mark[0], nn.Module) else places[mark[0]]
+            if id(where) not in skipped and not now.arrays:
+                found.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
+        return found
+
+    def _told_of_a_batch(self) -> Set[Any]:
+        """Return where other rows, of the same number, leave something else."""
+        held, num = list[Held](), min(len(self.first.rows), len(self.last.rows))
+        for rows in (self.first.rows[:num], self.last.rows[:num]):
+            recompute(self._traced, rows, copied=self.copied)
+            held.append(held_in(self._traced, self.copied))
+        return moved(*held).keys()
 
     def check_outside(self) -> None:
         """Nothing outside of the model may move with each run of the prefix, if it is no count."""
@@ -114,63 +123,67 @@ class Repeats:
 
     def reason(self) -> str:
         """Name what moved between two runs on the same rows, where their results differ."""
-        names = (self._name(*pair) for pair, _ in self._counting)
+        names = map(self._name, self._counting)
         return next((f" ({name!r} moves with every call)" for name in names), "")
 
     def left(self, noted: Container[tuple[int, str]]) -> str:
         """Name what the whole first call has left: what is `noted` as read, if any of it is."""
-        moved = []
-        for module in self._traced.model.modules():
-            copies = self._traced.copies.before(module), self._traced.called.of(module)
-            then, now = ({"training": str(one.training)} | _texts(one) for one in copies)
-            moved += [(module, key) for key, held in now.items() if held != then.get(key)]
-        read = [(module, key) for module, key in moved if (id(module), key) in noted]
-        names = [repr(self._name(*pair)) for pair in read or moved]
+        own = [mark for mark in self._traced.left if isinstance(mark[0], nn.Module)]
+        read = [mark for mark in own if (id(mark[0]), mark[1]) in noted]
+        names = [repr(self._name(mark)) for mark in read or own]
         return ", ".join(names) or "something outside of the model"
 
-    def _impure(self, module: nn.Module, key: str, how: str) -> BoundaryError:
-        kind = "buffer" if key in module._buffers else "attribute"
-        what = f"the {kind} {self._name(module, key)!r} {how}"
-        return BoundaryError.impure(self._traced.boundary, what)
-
-    def _name(self, module: nn.Module, key: str) -> str:
-        name = self._traced.names.get(id(module), "")
-        return f"{name}.{key}" if name else key
-
-    def _held(self) -> _Held:
-        """Return what the copies hold now, by module and attribute."""
-        return [_contents(copy) for _, copy in self._watched]
-
-    def _changes(
-        self, before: _Held, after: _Held, *, new_keys: bool = True
-    ) -> list[tuple[tuple[nn.Module, str], bool]]:
-        """Return (user's module, attribute), and whether tensors or arrays are what changed.
-
-        Without `new_keys` what has joined a mapping or an object is no change.
-        """
-        found = []
-        for (module, _), old, now in zip(self._watched, before, after, strict=True):
-            for key, held in now.items():
-                then = old[key].texts if key in old else {}
-                paths = set(held.texts)
-                if new_keys:
-                    paths |= then.keys()
-                elif key in old:
-                    paths &= then.keys()
-                moved = {path for path in paths if held.texts.get(path) != then.get(path)}
-                if moved:
-                    found.append(((module, key), not held.arrays.isdisjoint(moved)))
-        return found
+    def _name(self, mark: Any) -> str:
+        name = self._traced.names.get(id(mark[0]), "")
+        return f"{name}.{mark[1]}" if name else str(mark[1])
 
 
-def _contents(module: nn.Module) -> dict[str, Content]:
-    return {key: Content(part, _MAX_DEPTH, into_foreign=False) for key, part in _state(module)}
+def held_in(traced: TracedBatch, copied: ModelCopy) -> Held:
+    """Return what a copy of the model holds now, and what words it has left outside."""
+    own = {
+        (module, key): Content(part, into_foreign=False)
+        for module in traced.model.modules()
+        for key, part in _state(copied.of(module))
+    }
+    words = traced.before.outside.words(copied.copy_of)
+    return own | {mark: Content(word) for mark, word in words.items()}
 
 
-def _texts(module: nn.Module) -> dict[str, Any]:
-    return {key: held.texts for key, held in _contents(module).items()}
+def is_left_otherwise(then: Content | None, now: Content, replayed: Content | None) -> bool:
+    """Whether a replay leaves what it found where a plain run moves it; or has counted less."""
+    before, found = ({} if one is None else one.texts for one in (then, replayed))
+    return before == found or any(
+        _is_less(text, now.texts.get(path, b"")) for path, text in found.items()
+    )
+
+
+def _is_less(a: bytes, b: bytes) -> bool:
+    (kind, _, number), (other_kind, _, other) = a.partition(b":"), b.partition(b":")
+    return kind == other_kind == b"int" and int(number) < int(other)
+
+
+def moved(before: Held, after: Held) -> dict[Any, bool]:
+    """Return where something is another, and whether tensors or arrays that were there are."""
+    found = {}
+    for mark, held in after.items():
+        then = before[mark].texts if mark in before else {}
+        paths = {
+            path
+            for path in then.keys() | held.texts.keys()
+            if held.texts.get(path) != then.get(path)
+        }
+        if paths:
+            found[mark] = not held.arrays.isdisjoint(paths & then.keys() if then else paths)
+    return found
+
+
+def _look(where: nn.Module | Place, key: Any) -> dict[str, bytes]:
+    held = vars(where) if isinstance(where, nn.Module) else where.parts(where.where)
+    return Content(held.get(key), into_foreign=False).texts
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
     own = {key: value for key, value in module.__dict__.items() if key not in _NOT_STATE}
-    yield from {**own.pop("_buffers", {}), **own}.items()
+    for key, value in {**own.pop("_buffers", {}), **own}.items():
+        if key == "training" or key not in OF_EVERY_MODULE or (isinstance(value, dict) and value):
+            yield key, value

@@ -114,6 +114,11 @@ class TracedBatch:
     """The leaves of the call, as the plain run has left them."""
     moved: dict[int, str] = field(init=False)
     """Id -> name of the parameters that the plain run has written to."""
+    held: dict[Any, Any] = field(init=False)
+    """What the model held before the plain run: see `held_in`."""
+    left: dict[Any, tuple[Any, Any]] = field(init=False)
+    """What it has left in modules that hits run, or outside, and hits leave otherwise: before and
+    after it."""
     counted: list[Moved] = field(init=False)
     """What it has written outside of the model, as far as that can be put ahead."""
     called: ModelCopy = field(init=False)
@@ -140,6 +145,12 @@ class TracedBatch:
         """Return all modules of the prefix, at any depth, and those around it."""
         inside = (module for step in self.modules for module in step.modules())
         return distinct([*inside, *self.ancestors])
+
+    def not_skipped(self) -> list[nn.Module]:
+        """Return the modules around the boundary, and those that no module of the prefix holds."""
+        inside = {id(m) for step in self.modules for m in step.modules()}
+        others = (m for m in self.model.modules() if id(m) not in inside)
+        return distinct([*self.ancestors, *others])
 
     def leaf(self, step: int, leaf: int) -> Any:
         """Return one leaf of one step's output."""
