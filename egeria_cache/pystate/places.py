@@ -81,11 +81,6 @@ class Place:
         """Have `where` hold that."""
         raise NotImplementedError
 
-    def parts(self, where: Any) -> dict[Any, Any]:
-        """Return what it reads as a dict: of a container without names, by number."""
-        held = self.read(where)
-        return held if isinstance(held, dict) else dict(enumerate(held))
-
 
 class Named(Place):
     """What has names."""

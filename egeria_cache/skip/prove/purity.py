@@ -7,7 +7,7 @@ list) would stand still on hits, and what is left behind by a run would be that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, Names, Place, Snapshot, describe
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
-from egeria_cache.skip.serve.plan import ReplayPlan
+from egeria_cache.skip.serve.plan import Left, ReplayPlan
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
@@ -66,25 +66,21 @@ class Repeats:
             if id(mark[0]) in skipped or (id(mark[0]) in around and has_arrays):
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
 
-    def check_left(self, plan: ReplayPlan) -> list[tuple[str, Callable[[], Any], Any]]:
-        """Return what a plain call leaves elsewhere, and a hit does not, and is the same after all
-        calls: its name, how to look, and what it is.
+    def check_left(self, plan: ReplayPlan) -> list[Left]:
+        """Return what a plain call leaves elsewhere, a hit does not, and is the same after all.
 
         Raises:
             BoundaryError: Something is not the same.
         """
-        found, places = (
-            list[tuple[str, Callable[[], Any], Any]](),
-            self._traced.before.outside.places,
-        )
+        found, outside = list[Left](), self._traced.before.outside.places
         skipped, left = {id(module) for _, module in plan.skipped_modules()}, self._traced.left
         anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
-        if not anew.isdisjoint(left) or not left.keys().isdisjoint(self._of_others):
+        if not left.keys().isdisjoint(self._of_others):
             anew |= self._told_of_a_batch()
         for mark, (_, now) in left.items():
             if mark in anew:
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
-            where = mark[0] if isinstance(mark[0], nn.Module) else places[mark[0]]
+            where = mark[0] if isinstance(mark[0], nn.Module) else outside[mark[0]]
             if id(where) not in skipped and not now.arrays:
                 found.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         return found
@@ -178,7 +174,7 @@ def moved(before: Held, after: Held) -> dict[Any, bool]:
 
 
 def _look(where: nn.Module | Place, key: Any) -> dict[str, bytes]:
-    held = vars(where) if isinstance(where, nn.Module) else where.parts(where.where)
+    held = vars(where) if isinstance(where, nn.Module) else where.read(where.where)
     return Content(held.get(key), into_foreign=False).texts
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from egeria_cache.attempt import is_beside
 from egeria_cache.device import Answers, copies_beside, runs_late
-from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import Code, tensor_digest
 from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, global_hooks, hooks_of
 from egeria_cache.skip.state.watch import NOTHING, TABLES, Layout, is_alike, values_of
@@ -169,7 +168,7 @@ _MOOT: dict[str, Any] = {
 """What decides nothing in inference mode, in which skipped modules are, if it is PyTorch's code
 alone that reads it: schedules go through all of a model.
 """
-_bases, _get, _call = attrgetter("__bases__"), itemgetter.__call__, methodcaller("__call__")
+_get, _call = itemgetter.__call__, methodcaller("__call__")
 
 
 class StateWatch:
@@ -225,8 +224,7 @@ class StateWatch:
         # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
         self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
         self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
-        self._users = [kind for kind in layout.spaces_of if not is_installed(kind)]
-        self._kinds = self._classes()
+        self._kinds = list(map(type, self._classed))
         self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
 
     def _moot(self) -> set[tuple[int, str]]:
@@ -251,10 +249,6 @@ class StateWatch:
         seen = map(_call, self._looks)
         return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
 
-    def _classes(self) -> list[Any]:
-        """Return the modules' classes, and what those of the user's inherit from."""
-        return [*map(type, self._classed), *map(_bases, self._users)]
-
     def changed(self) -> str | None:
         """Name what changed; values that are equal again count as unchanged. None if nothing."""
         try:
@@ -265,7 +259,7 @@ class StateWatch:
                 and values == self._values
                 and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
                 and list(map(len, self._passed)) == self._sizes
-                and self._classes() == self._kinds
+                and list(map(type, self._classed)) == self._kinds
             ):
                 return None
         except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
@@ -287,8 +281,8 @@ class StateWatch:
             now = look()
             if now is not seen and not is_alike(now, seen):
                 return f"{_quoted(where)} changed"
-        if self._classes() != self._kinds:
-            return "a module of the prefix has another class, or a class other bases"
+        if list(map(type, self._classed)) != self._kinds:
+            return "a module of the prefix has another class"
         self.renew()
         self.rebound = True
         return None

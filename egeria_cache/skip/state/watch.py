@@ -54,6 +54,7 @@ _MAX_DEPTH = 12
 TABLES = dict, MappingProxyType
 NOTHING = object()
 _SLOTS = ("_parameters", "_buffers", "_modules")
+_BASES = attrgetter("__bases__")
 _BACKENDS = attrgetter("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "mkldnn.enabled")
 _ASKED = torch.are_deterministic_algorithms_enabled, torch.get_num_threads
 """Settings of PyTorch that code may ask for; a call has the precision in its signature."""
@@ -94,8 +95,7 @@ class Layout:
         """By id: where some of these are looked up before, and do not stand."""
         self.absent: list[tuple[Any, str]] = []
         """Where a name would be found that stands nowhere."""
-        self.spaces_of: dict[type, Any] = {}
-        """What a class holds in which names are looked up."""
+        self._spaces: dict[type, Any] = {}
         self._seen: set[Any] = {*code.unread}
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._depth = 0
@@ -286,7 +286,10 @@ class Layout:
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
-        return [self.spaces_of.setdefault(base, vars(base)) for base in bases_of(kind)]
+        for base in (bases := bases_of(kind)):
+            if base not in self._spaces and not is_installed(base):
+                self.looks.append((f"what {base.__qualname__} inherits", partial(_BASES, base)))
+        return [self._spaces.setdefault(base, vars(base)) for base in bases]
 
     def look_up(self, where: str, key: str, places: Sequence[Any]) -> None:
         """Lay out what a name stands for, in the first place that has it."""
