@@ -24,9 +24,8 @@ class Freezer:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._parameters: dict[int, Tensor] = {}
-        self._prefix: FrozenPrefix | None = None
+        self._prefix = FrozenPrefix(model=model)
 
     def freeze(self, parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
         """Freeze these too; what is frozen already stays so."""
@@ -35,22 +34,15 @@ class Freezer:
                 self._parameters[id(parameter)] = parameter
                 parameter.requires_grad_(False)
                 parameter.grad = None
-        modules = list(modules)
-        if self._prefix is None:
-            self._prefix = FrozenPrefix(modules, model=self._model)
-        else:
-            self._prefix.extend(modules)
+        self._prefix.extend(modules)
 
     def freeze_around(self, boundary: nn.Module, modules: Iterable[nn.Module]) -> None:
         """Freeze the own code of these modules, up to where `boundary` returns in them."""
-        if self._prefix is not None:
-            self._prefix.extend_around(boundary, modules)
+        self._prefix.extend_around(boundary, modules)
 
     def release(self) -> None:
         """Make all of it trainable again and restore the modules' modes; idempotent."""
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
         self._parameters.clear()
-        if self._prefix is not None:
-            self._prefix.release()
-            self._prefix = None
+        self._prefix.release()

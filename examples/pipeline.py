@@ -120,8 +120,8 @@ def train(
         moved, copied = on_all_ranks(pipeline.bytes_moved, pipeline.bytes_copied)
         plan = pipeline.plan
         say(
-            f"  step {event.step}: frozen up to {event.boundary}; stages {plan.stages} on ranks "
-            f"{plan.lane}; {moved - before:,.0f} bytes moved; {copied:,.0f} bytes of the "
+            f"  step {event.step}: frozen up to {event.boundary}; stages {plan.stages}; "
+            f"{moved - before:,.0f} bytes moved; {copied:,.0f} bytes of the "
             "front copied so far"
         )
 

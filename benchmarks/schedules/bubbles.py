@@ -151,7 +151,7 @@ def count_plan(plan: PipelinePlan, *, backward: float = 1) -> Bubbles:
         costs.append((forward / unit, trained * Fraction(backward) / unit))
     ahead = sum(stop <= plan.frozen for _, stop in plan.stages)
     run = _Run(plan.schedule, 1, True)
-    lane = run.lane(costs, len(plan.lane), plan.microbatches, ahead=ahead)
+    lane = run.lane(costs, plan.ranks, plan.microbatches, ahead=ahead)
     return _beside([lane], plan.ranks)
 
 

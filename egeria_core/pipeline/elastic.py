@@ -1,7 +1,4 @@
-"""`ElasticPipeline`: a model on several ranks whose pipeline follows its frozen front.
-
-Groups of some ranks are made when they are first wanted, and kept as long as the processes meet.
-"""
+"""`ElasticPipeline`: a model on several ranks whose pipeline follows its frozen front."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
+from egeria_cache.arguments import check_choice
 from egeria_core.pipeline.engine import Engine, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
-from egeria_core.ranks import all_there
+from egeria_core.ranks import all_there, wire_of
 
 log = logging.getLogger("egeria")
-ON_FREEZE = ("repartition", "stay")
 
 
 def as_model(
@@ -55,31 +51,6 @@ def check_untied(model: nn.Module) -> None:
                     f"{inner!r} of block {name!r} is also part of block {other!r}; blocks of a "
                     "pipeline lie on different ranks and cannot share a tensor: untie them"
                 )
-
-
-_MADE: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_WORLD: list[Any] = []
-"""The processes among which these were made."""
-
-
-def subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the group of these ranks of `group`; only they call.
-
-    PyTorch names a group that only its members make after its ranks, and a second one of the same
-    name waits for ever: so there is one for all pipelines of a process.
-    """
-    world = dist.group.WORLD
-    if not _WORLD or _WORLD[0] is not world:
-        _MADE.clear()
-        _WORLD[:] = [world]
-    everywhere = tuple(dist.get_global_rank(group, rank) for rank in ranks)
-    if len(everywhere) == dist.get_world_size(group):
-        return group
-    if everywhere not in _MADE:
-        made = dist.new_group(list(everywhere), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        _MADE[everywhere] = made
-    return _MADE[everywhere]
 
 
 class ElasticPipeline:
@@ -136,8 +107,7 @@ class ElasticPipeline:
         **cache_options: Any,
     ) -> None:
         check_torch()
-        if on_freeze not in ON_FREEZE:
-            raise ValueError(f"on_freeze must be one of {', '.join(ON_FREEZE)}, got {on_freeze!r}")
+        check_choice("on_freeze", on_freeze, OnFreeze)
         self.model = as_model(blocks)
         """The blocks by name; on this rank those of other ranks are outlines."""
         self._blocks = list(self.model.children())
@@ -154,8 +124,7 @@ class ElasticPipeline:
         """This rank in the group."""
         first = next((p for p in self.model.parameters() if not p.is_meta), torch.empty(0))
         self.device = first.device if device is None else torch.device(device)
-        backend = dist.get_backend(self.group)
-        self.wire = torch.device("cpu") if "gloo" in backend else self.device
+        self.wire = wire_of(self.group, self.device)
         """Where the group's messages lie."""
         world = dist.get_world_size(self.group)
         self.plan = PipelinePlan.start(
@@ -245,8 +214,8 @@ class ElasticPipeline:
         counts, kind = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
         total = sum(counts)
         to = (self.group, self.wire, self.device)
-        rows = route(rows, counts, self.plan.lane[0], *to)
-        targets = route(targets, counts, self.plan.lane[-1], *to)
+        rows = route(rows, counts, 0, *to)
+        targets = route(targets, counts, self.plan.ranks - 1, *to)
         loss = engine.step(kind, total, rows, targets, measure)
         mean = loss.to(self.wire)
         dist.all_reduce(mean, group=self.group)
@@ -272,21 +241,17 @@ class ElasticPipeline:
             The norm before, on every rank.
         """
         own = [
-            parameter.grad
+            parameter
             for block, home in zip(self._blocks, self.plan.homes, strict=True)
             if home == self.rank
             for parameter in block.parameters()
-            if parameter.grad is not None
         ]
-        square = torch.zeros((), device=self.device)
-        if own:
-            square = nn.utils.get_total_norm(own).square()
-        square = square.to(self.wire)
+        gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square().to(self.wire)
         with all_there(self.group):
             dist.all_reduce(square, group=self.group)
         norm = square.sqrt().to(self.device)
-        for gradient in own:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
     def freeze_to(self, frozen: int) -> None:
@@ -338,8 +303,7 @@ class ElasticPipeline:
     def _ready(self) -> Engine:
         if self._engine is None:
             self._engine = Engine(
-                self.plan, self._blocks, self._loss_function, self.rank, self.device,
-                partial(subgroup, self.group), self.model,
+                self.plan, self._blocks, self._loss_function, self.device, self.group, self.model
             )  # fmt: skip
         return self._engine
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from egeria_cache import EgeriaError
@@ -43,9 +44,8 @@ class Engine:
         plan: What is where.
         blocks: All blocks, this rank's whole.
         loss_function: Called on the rank of the last stage with each micro-batch.
-        rank: This rank in the plan.
         device: Where its blocks are.
-        group_of: Returns the group of some ranks of the plan, of which this is one.
+        group: The ranks of the plan.
         root: Its `training` flag is off while the engine studies shapes, so that nobody takes that
             for a training forward.
     """
@@ -55,22 +55,18 @@ class Engine:
         plan: PipelinePlan,
         blocks: Sequence[nn.Module],
         loss_function: LossFunction,
-        rank: int,
         device: torch.device,
-        group_of: Callable[[Sequence[int]], dist.ProcessGroup],
+        group: dist.ProcessGroup,
         root: nn.Module,
     ) -> None:
         self._plan, self._loss_function, self._device = plan, loss_function, device
         self._measure = loss_function
         self._schedules: dict[Any, Any] = {}
-        self._stage: StageModule | None = None
-        self._group: dist.ProcessGroup | None = None
         self._targets: Any = None
         self._weight = 0.0
-        if rank in plan.lane:
-            self._at, self._group = plan.lane.index(rank), group_of(plan.lane)
-            start, stop = plan.stages[self._at]
-            self._stage = StageModule(blocks[start:stop], root)
+        self._rank, self._group = dist.get_rank(group), group
+        start, stop = plan.stages[self._rank]
+        self._stage = StageModule(blocks[start:stop], root)
 
     def step(
         self,
@@ -93,12 +89,9 @@ class Engine:
         Returns:
             The part of the mean loss that was computed on this rank; 0 where there is none.
         """
-        loss = torch.zeros((), device=self._device)
-        if self._stage is None:
-            return loss
         size = -(-num_rows // self._plan.microbatches)
         padded = size * self._plan.microbatches
-        arguments = [_fill_up(rows, padded) for rows in inputs] if self._at == 0 else []
+        arguments = [_fill_up(rows, padded) for rows in inputs] if self._rank == 0 else []
         trains = measure is None
         key = (trains, size, kind)
         schedule = self._schedules.pop(key, None) or self._make_schedule(trains=trains)
@@ -107,7 +100,7 @@ class Engine:
             del self._schedules[next(iter(self._schedules))]
         keywords: dict[str, Any] = {}
         losses: list[Tensor] = []
-        if self._at == len(self._plan.stages) - 1:
+        if self._rank == self._plan.ranks - 1:
             numbers = torch.arange(padded)
             numbers[num_rows:] = -1
             self._targets, self._weight = targets, 1 / num_rows
@@ -119,15 +112,10 @@ class Engine:
             with torch.no_grad():
                 schedule.eval(*arguments, **keywords)
         self._targets = None
-        if losses:
-            loss = torch.stack([part.detach() for part in losses]).sum()
-        return loss
+        return sum((part.detach() for part in losses), torch.zeros((), device=self._device))
 
     def _make_schedule(self, *, trains: bool) -> Any:
-        assert self._stage is not None
-        stage = _Stage(
-            self._stage, self._at, len(self._plan.stages), self._device, group=self._group
-        )
+        stage = _Stage(self._stage, self._rank, self._plan.ranks, self._device, group=self._group)
         # Forwards alone have one order.
         kind = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
         return kind(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
@@ -174,21 +162,12 @@ class StageModule(nn.Module):
         """
         root = self.__dict__["root"]
         was_training = root.training
-        buffers = [
-            (module, name, buffer)
-            for module in self.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
         try:
             root.training = False
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer.clone()
-            return self(*args)
+            return functional_call(self, buffers, args)
         finally:
             root.training = was_training
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
 
 
 def _fill_up(rows: Tensor, padded: int) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 ScheduleName = Literal["GPipe", "1F1B"]
 SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
-_ZERO_BUBBLE = frozenset({"interleavedzerobubble", "zbvzerobubble", "zbv", "dualpipev"})
 
 OnFreeze = Literal["repartition", "stay"]
 """What is done with the ranks when blocks freeze.
@@ -24,27 +23,19 @@ OnFreeze = Literal["repartition", "stay"]
 
 
 def check_schedule(name: str) -> ScheduleName:
-    """Return the schedule's name as it is written here, whatever its case.
+    """Return the schedule's name.
 
     Raises:
-        ValueError: It is not known, or it is one that freezing would make silently wrong.
+        ValueError: It is none of those that can be had behind a frozen front.
     """
-    lowered = name.lower().removeprefix("schedule")
     for known in SCHEDULES:
-        if known.lower() == lowered:
+        if known == name:
             return known
-    if lowered == "interleaved1f1b":
-        raise ValueError(
-            f"schedule {name!r} has several stages on a rank, which a pipeline that follows its "
-            "frozen front has not: take 1F1B"
-        )
-    if lowered in _ZERO_BUBBLE:
-        raise ValueError(
-            f"schedule {name!r} splits each backward into one for the inputs and one for the "
-            "weights; behind a frozen front the first active stage then gets no weight gradients, "
-            f"and no error says so. Take one of {', '.join(SCHEDULES)}"
-        )
-    raise ValueError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    raise ValueError(
+        f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}. A pipeline that follows "
+        "its frozen front has one stage on a rank; and where a schedule splits each backward, the "
+        "first active stage behind the front gets no weight gradients, and no error"
+    )
 
 
 class Move(NamedTuple):
@@ -71,10 +62,8 @@ class PipelinePlan:
     """Blocks that are no part of the pipeline: every rank runs them on its own rows, or reads what
     they gave from its cache. `frozen`, or 0 where frozen blocks stay in their stages."""
     stages: tuple[tuple[int, int], ...]
-    """First block of each stage, and the one behind its last. A stage without blocks hands on what
-    it gets."""
-    lane: tuple[int, ...]
-    """The rank of each stage."""
+    """First block of each rank's stage, and the one behind its last. A stage without blocks hands
+    on what it gets."""
     homes: tuple[int, ...]
     """The rank that holds each block's weights and optimizer state."""
 
@@ -105,9 +94,7 @@ class PipelinePlan:
                 f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
             )
         stages = partition(costs, 0, ranks)
-        lane = tuple(range(ranks))
-        homes = _homes(stages, lane)
-        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, lane, homes)
+        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, _homes(stages))
 
     def time(self, backward: float = 2.0) -> float:
         """Return about how long a batch takes, in units of the blocks' costs.
@@ -151,15 +138,14 @@ class PipelinePlan:
             # What moved before, if anything did, is not asked: nothing moves.
             if not has_front:
                 return replace(first, frozen=frozen)
-            left = [(max(start, frozen), stop) for start, stop in first.stages if stop > frozen]
-            lane = first.lane[-len(left) :]
-            return replace(first, frozen=frozen, front=frozen, stages=tuple(left), lane=lane)
+            left = [(max(start, frozen), max(stop, frozen)) for start, stop in first.stages]
+            return replace(first, frozen=frozen, front=frozen, stages=tuple(left))
         length = min(self.ranks, self.blocks - frozen)
-        stages = partition(self.costs, frozen, length)
         # The last blocks are on the last ranks already.
-        lane = first.lane[-length:]
-        homes = (*self.homes[:frozen], *_homes(stages, lane))
-        return replace(first, frozen=frozen, front=frozen, stages=stages, lane=lane, homes=homes)
+        empty = ((frozen, frozen),) * (self.ranks - length)
+        stages = (*empty, *partition(self.costs, frozen, length))
+        homes = (*self.homes[:frozen], *_homes(stages))
+        return replace(first, frozen=frozen, front=frozen, stages=stages, homes=homes)
 
     def moves(self, new: PipelinePlan) -> list[Move]:
         """Return what has to be sent until `new` holds, in an order that all ranks keep."""
@@ -205,7 +191,6 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
     return tuple(itertools.pairwise(ends))
 
 
-def _homes(stages: Sequence[tuple[int, int]], lane: Sequence[int]) -> tuple[int, ...]:
-    """Return the rank of each block of some stages."""
-    both = zip(stages, lane, strict=True)
-    return tuple(rank for (start, stop), rank in both for _ in range(start, stop))
+def _homes(stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the rank of each block of all ranks' stages."""
+    return tuple(rank for rank, (start, stop) in enumerate(stages) for _ in range(start, stop))

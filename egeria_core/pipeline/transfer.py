@@ -51,23 +51,20 @@ class Carrier:
             dist.send(tensor.detach().to(self.wire).contiguous(), peer, group=self.group)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def receive(self, block: nn.Module, source: int) -> int:
-        """Take a block from a rank of the group; return the bytes of its tensors."""
+    def receive(self, block: nn.Module, source: int) -> None:
+        """Take a block from a rank of the group."""
         peer = dist.get_global_rank(self.group, source)
         received: list[Any] = [None]
         dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
         make_room(block, self.device)
-        num_bytes = 0
         for tensor in _own_tensors(block):
             tensor.detach().copy_(self._take(tensor.shape, tensor.dtype, peer))
-            num_bytes += tensor.nbytes
-        taken: list[Tensor] = []
 
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, _Sent):
                 return leaf
-            taken.append(self._take(leaf.shape, leaf.dtype, peer))
-            return taken[-1] if leaf.on_host else taken[-1].to(self.device)
+            taken = self._take(leaf.shape, leaf.dtype, peer)
+            return taken if leaf.on_host else taken.to(self.device)
 
         pairs = _pairs(self.optimizers, list(block.parameters()))
         for outline, (optimizer, parameter) in zip(received[0], pairs, strict=True):
@@ -75,8 +72,6 @@ class Carrier:
             optimizer.state.pop(parameter, None)
             if state is not None:
                 optimizer.state[parameter] = state
-        num_bytes += sum(tensor.nbytes for tensor in taken)
-        return num_bytes
 
     def share(self, block: nn.Module, source: int) -> int:
         """Give a block's weights to all ranks of the group; return the bytes that this one took."""

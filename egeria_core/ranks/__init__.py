@@ -6,7 +6,7 @@ that `fully_shard` cut be seen whole; `peers` says that a rank has ended. Owns n
 
 from egeria_cache.skip import is_sharded
 from egeria_core.ranks.peers import all_there
-from egeria_core.ranks.ranks import Ranks, rebuild, unwrap
+from egeria_core.ranks.ranks import Ranks, rebuild, unwrap, wire_of
 from egeria_core.ranks.sharded import (
     global_sums,
     local_part,
@@ -28,4 +28,5 @@ __all__ = [
     "unsharded_names",
     "unwrap",
     "whole",
+    "wire_of",
 ]

@@ -47,8 +47,8 @@ class Ranks:
             self._group = sharding_group(sharded)
             self.is_sharded = self._group is not None
         self._device = torch.device("cpu")
-        if model is not None and self._group is not None and not _takes_host_tensors(self._group):
-            self._device = next(model.parameters()).device
+        if model is not None and self._group is not None:
+            self._device = wire_of(self._group, next(model.parameters()).device)
 
     @property
     def is_first(self) -> bool:
@@ -95,12 +95,10 @@ class Ranks:
         return list(shared)
 
 
-def _takes_host_tensors(group: Any) -> bool:
-    """Whether a group of processes can broadcast what lies in the host's memory."""
-    kinds = getattr(group, "_device_types", None)
-    if kinds is None:
-        return bool(dist.get_backend(group) in ("gloo", "mpi"))
-    return torch.device("cpu") in kinds
+def wire_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where a group's messages lie: in the host's memory where it takes them from there."""
+    host = torch.device("cpu")
+    return host if host in group._device_types else device
 
 
 def _forget_buckets(state: Any) -> None:

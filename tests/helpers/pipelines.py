@@ -189,7 +189,7 @@ def train(case: Case, directory: Path) -> dict[str, Any]:
             stopped = False
             for rows, targets in run.loader:
                 plan = run.pipeline.plan
-                found["stages"].append((plan.stages, plan.front, len(plan.lane)))
+                found["stages"].append((plan.stages, plan.front))
                 loss = run.pipeline.step(rows, targets)
                 run.optimizer.step()
                 run.scheduler.step()

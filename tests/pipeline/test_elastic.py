@@ -89,14 +89,13 @@ def check_messages(case: Case, ranks: list[dict[str, Any]]) -> None:
     """No gradient goes into a stage whose blocks are all frozen; into others, one a micro-batch."""
     moves = sorted(case.moves)
     sent = [message for found in ranks for message in found["messages"]]
-    for step, (stages, front, length) in enumerate(ranks[0]["stages"]):
+    for step, (stages, front) in enumerate(ranks[0]["stages"]):
         name = [name for at, name in moves if at <= step][-1]
         frozen = 0 if name is None else int(name) + 1
         assert front == (frozen if case.has_cache or case.on_freeze != "stay" else 0)
         for target, (_, stop) in enumerate(stages[:-1]):
             count = sent.count((step, target + 1))
-            # Two stages of one rank need no message.
-            assert count == (0 if stop <= frozen or length == 1 else MICROBATCHES)
+            assert count == (0 if stop <= frozen else MICROBATCHES)
 
 
 def check_bytes(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:

@@ -34,9 +34,8 @@ def check(plan: PipelinePlan) -> None:
     assert all(left[1] == right[0] for left, right in pairwise(plan.stages))
     assert plan.stages[0][0] in (0, plan.front)
     assert (max(plan.front, plan.stages[0][0]), plan.stages[-1][1]) == (plan.front, plan.blocks)
-    assert len(set(plan.lane)) == len(plan.lane)
-    assert set(plan.lane) <= set(range(plan.ranks))
-    for rank, (start, stop) in zip(plan.lane, plan.stages, strict=True):
+    assert len(plan.stages) == plan.ranks
+    for rank, (start, stop) in enumerate(plan.stages):
         assert set(plan.homes[start:stop]) <= {rank}
     assert len(plan.homes) == plan.blocks
 
@@ -69,7 +68,8 @@ def test_moves_bring_every_block_to_where_the_next_plan_wants_it(
             # What freezes stays where it was.
             assert plan.homes[:frozen] == new.homes[:frozen]
         if on_freeze == "repartition":
-            assert len(new.lane) == min(plan.ranks, plan.blocks - frozen)
+            filled = sum(start < stop for start, stop in new.stages)
+            assert filled == min(plan.ranks, plan.blocks - frozen)
         plan = new
     assert plan == first
 
@@ -78,7 +78,7 @@ def test_active_blocks_stay_or_are_spread() -> None:
     plan = PipelinePlan.start([1.0] * 8, 4, schedule="GPipe", microbatches=6)
     assert plan.stages == ((0, 2), (2, 4), (4, 6), (6, 8))
     stay = plan.frozen_to(4, "stay")
-    assert (stay.lane, stay.stages) == ((2, 3), ((4, 6), (6, 8)))
+    assert stay.stages == ((4, 4), (4, 4), (4, 6), (6, 8))
     spread = plan.frozen_to(4, "repartition")
     assert spread.stages == ((4, 5), (5, 6), (6, 7), (7, 8))
     assert [tuple(move) for move in plan.moves(spread)] == [(4, 2, 0), (5, 2, 1), (6, 3, 2)]
@@ -113,7 +113,7 @@ def test_bad_plans_are_refused() -> None:
     for match, options in [
         ("too few", {"blocks": 3}),
         ("as many micro-batches as stages", {"schedule": "1F1B", "microbatches": 3}),
-        ("several stages on a rank.* take 1F1B", {"schedule": "Interleaved1F1B"}),
+        ("one stage on a rank", {"schedule": "Interleaved1F1B"}),
         ("must be positive", {"microbatches": 0}),
         ("no weight gradients", {"schedule": "ZBVZeroBubble"}),
     ]:
