@@ -77,6 +77,7 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
 
 def _wholes(found: list[dis.Instruction]) -> Iterator[str | None]:
     """Yield what is read under names that cannot be told."""
+    found = [one for one in found if one.opname not in ("CACHE", "PUSH_NULL", "NOP")]
     for i, one in enumerate(found):
         if one.opcode not in dis.hasname or not one.opname.startswith("LOAD_"):
             continue
@@ -89,22 +90,22 @@ def _wholes(found: list[dis.Instruction]) -> Iterator[str | None]:
 
 
 def _root(found: list[dis.Instruction], at: int) -> str | None:
-    """Return the name with which a chain of attributes begins, or ends."""
-    one = next(
-        (one for one in found if one.opname not in ("LOAD_ATTR", "CACHE", "PUSH_NULL")), None
-    )
-    if one is None or not one.opname.startswith("LOAD_") or one.opname == "LOAD_CONST":
+    """Return the variable that is read first, or last, and not an attribute of it."""
+    one, *then = found[: 2 if at == 0 else 1]
+    if any(each.opname in ("LOAD_ATTR", "LOAD_METHOD") for each in (one, *then)):
+        return None
+    if not one.opname.startswith("LOAD_") or one.opname == "LOAD_CONST":
         return None
     name = one.argval[at] if isinstance(one.argval, tuple) else one.argval
     return name if isinstance(name, str) else None
 
 
 def _gives_a_text(found: list[dis.Instruction]) -> bool:
-    """Whether what is given behind a first argument that has a name is a text."""
-    rest = (one for one in found[1:] if one.opname not in ("CACHE", "PUSH_NULL"))
-    loads = itertools.takewhile(lambda one: one.opname.startswith("LOAD_"), rest)
+    """Whether what is given behind a first argument that has a name is a text, as it stands."""
+    loads = list(itertools.takewhile(lambda one: one.opname.startswith("LOAD_"), found[1:]))
+    is_called = any("CALL" in one.opname for one in found[1 + len(loads) :][:2])
     given = next((one for one in loads if one.opname == "LOAD_CONST"), None)
-    return given is not None and type(given.argval) is str
+    return is_called and given is not None and type(given.argval) is str
 
 
 def _is_jump(one: dis.Instruction) -> bool:

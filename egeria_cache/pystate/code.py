@@ -275,7 +275,9 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
         if any(found is function for one in methods for found in _functions(one)):
             itself = function.__code__.co_varnames[:1]
     for name in names.whole:
-        if name not in itself:
+        of = function.__globals__.get(name or "")
+        is_known = isinstance(of, types.ModuleType) and _is_library(of.__name__)
+        if name not in itself and not is_known:
             yield None if name != "" else id(function.__globals__)
 
 

@@ -612,7 +612,11 @@ class SkipEngine:
         return True
 
     def _miss(self, plan: ReplayPlan, call: Invocation) -> Any:
-        """Compute every row, and hand what crosses the boundary to the host."""
+        """Compute every row, and hand what crosses the boundary to the host, where it is certain
+        how that looks at these lengths.
+        """
+        if plan.at(call.batch.lengths) is None:
+            return self._plainly(call)
         output, capture = replay.full(self._once, plan, call)
         return self._taken(plan, call, output, capture.rows(), capture.deviation)
 

@@ -129,6 +129,8 @@ READ = {
     "by vars": lambda model: vars(model)["given"],
     "from its dict": lambda model: sum(v for k, v in model.__dict__.items() if k == "given"),
     "as its first call works it out": worked_out,
+    "of all that it holds": lambda model: vars(model.held)["".join(("giv", "en"))],
+    "by a name that is made": lambda model: getattr(model.held, "giv" + "".join("en")),
     "from a table that fills itself": lambda model: model.table["setting"],
     "through a view of a table": lambda model: model.view["setting"],
 }
@@ -140,8 +142,10 @@ def test_a_setting_of_the_model_is_obeyed_however_it_is_read(run, read):
     model = net(front=front, given=1.0, table=defaultdict(lambda: 1.0))
     behind = {"setting": 1.0}
     model.view = types.MappingProxyType(behind)
+    model.held = types.SimpleNamespace(given=1.0)
 
     def change(model):
+        model.held.given = 2.0
         model.given = model.table["setting"] = model.setting = behind["setting"] = 2.0
 
     changed(run, change, model)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
@@ -35,6 +34,9 @@ from egeria_cache.skip.serve.plan import ReplayPlan
 Whole = tuple[int, ...]
 _MAX_ALONE = 8
 """Samples that are run without any padding: what reads one position too far shows there."""
+_MAX_FURTHER, _NUM_ASKED = 16, 65
+"""Runs of one sample at lengths of which nothing certain is known: each halves what strides leave
+open. And how many lengths are asked about."""
 _OF_THE_TOLERANCE = 1e-3
 """What the same computation may differ by where sums have no fixed order."""
 
@@ -52,6 +54,16 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
     if not parts:
         raise PaddingError.no_other_length(plan.boundary)
     rules = _rules(traced, plan, lengths, parts)
+    shortest = int(lengths.own.sum(1).argmin())
+    for _ in range(_MAX_FURTHER):
+        target = _uncertain(rules, lengths, lengths.own[shortest])
+        if target is None:
+            break
+        with _attempt() as trial:
+            parts.append((target, _at(traced, lengths, [shortest], target), True))
+        if trial.error is not None:
+            break
+        rules = _rules(traced, plan, lengths, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
     tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
     entered = {traced.call.tagged[i].leaf for i in plan.entered if i in traced.call.tagged}
@@ -64,15 +76,26 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
     for whole, part, are_whole in parts:
         if are_whole:
             _check_samples(traced, plan, lengths, whole, part)
-    growth.cuttable = frozenset(_cuttable(plan, parts))
-    growth.keep_constants(plan.steps, lengths.whole, [tree_leaves(o) for o in traced.outputs])
-    for whole, part, _ in parts:
-        growth.keep_constants(plan.steps, whole, part.leaves)
+    growth.constants = dict(_constants(plan, [part for _, part, _ in parts]))
     growth.fills = {slot: _fill(traced, plan, slot, lengths) for slot in plan.slots().values()}
     return growth
 
 
 # ---- runs at other lengths -----------------------------------------------------------------------
+
+
+def _uncertain(
+    rules: Mapping[Slot, Mapping[int, Rule]], lengths: Lengths, least: np.ndarray
+) -> Whole | None:
+    """Return lengths, from the least to the batch's own, at which it is not certain how large
+    something is; of several the middle ones.
+    """
+    units, most = _units(lengths), np.array(lengths.whole)
+    steps = np.linspace(0, max((most - least) // units), _NUM_ASKED).astype(int)
+    asked = [tuple(np.minimum(most, least + step * units).tolist()) for step in steps]
+    each = [rule for found in rules.values() for rule in found.values()]
+    unknown = [whole for whole in asked if any(rule.at(whole) is None for rule in each)]
+    return unknown[len(unknown) // 2] if unknown else None
 
 
 def _parts(
@@ -250,27 +273,20 @@ def _check_samples(
             raise refused
 
 
-def _cuttable(plan: ReplayPlan, parts: Sequence[tuple[Whole, Recomputed, bool]]) -> Iterator[Slot]:
-    """Yield the constants that are the beginning of those of longer batches; those that do not grow
-    must be the same in all.
+def _constants(plan: ReplayPlan, parts: Sequence[Recomputed]) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the longest of each constant that follows lengths: of all that were seen one must be
+    the beginning of another.
     """
-    assert plan.growth is not None
     for i, step in enumerate(plan.steps):
         for j, value in step.constants.items():
-            others = [part.leaves[i][j] for _, part, _ in parts]
-            if (i, j) in plan.growth.rules:
-                if all(_begins_alike(value, other, plan.coarsest) for other in others):
-                    yield i, j
-                continue
+            others = [part.leaves[i][j] for part in parts]
             for other in others:
-                error = difference(value, other)
+                both = zip(value.shape, other.shape, strict=True)
+                shared = tuple(slice(0, min(n, m)) for n, m in both)
+                error = difference(value[shared], other[shared])
                 if error > tolerance(value, plan.coarsest):
                     raise PaddingError.reads_padding(plan.boundary, repr(step.name), error)
-
-
-def _begins_alike(a: Tensor, b: Tensor, coarsest: float) -> bool:
-    shared = tuple(slice(0, min(n, m)) for n, m in zip(a.shape, b.shape, strict=True))
-    return difference(a[shared], b[shared]) <= tolerance(a, coarsest)
+            yield (i, j), max((value, *others), key=Tensor.numel).detach().clone()
 
 
 def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:

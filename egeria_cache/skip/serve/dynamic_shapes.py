@@ -23,8 +23,6 @@ from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.padded import RowGrowth, Rule, Whole
 
-MAX_LENGTHS = 512
-"""Lengths of batches that a plan is kept ready for."""
 _REACH = 1.5
 """How much longer than what was tried a batch may be."""
 
@@ -80,10 +78,8 @@ class DynamicShapes:
     """The longest batch that was tried, along each axis."""
     entered: frozenset[int]
     """Axes of leaves that the prefix reads: where others are as long, these count."""
-    cuttable: frozenset[Slot] = frozenset()
-    """Constants that are the beginning of those of longer batches."""
-    constants: dict[Whole, dict[Slot, Tensor]] = field(default_factory=dict)
-    """As they were seen at some lengths."""
+    constants: Mapping[Slot, Tensor] = field(default_factory=dict)
+    """Of the longest batch that was tried: those of shorter ones are the beginning of them."""
     outputs: Mapping[int, OutputAxis] = field(default_factory=dict)
     """Leaves of the model's output that are padded."""
     proof: Proof = field(default_factory=Proof)
@@ -94,7 +90,7 @@ class DynamicShapes:
         return any(n > _REACH * most for n, most in zip(whole, self.reach, strict=True))
 
     def steps(self, known: Sequence[StepPlan], whole: Whole) -> list[StepPlan] | None:
-        """Return the steps for batches of these lengths; None if they have to be seen first."""
+        """Return the steps for batches of these lengths; None if that is not certain."""
         steps = []
         for i, step in enumerate(known):
             leaves, constants = list(step.leaves), dict(step.constants)
@@ -104,64 +100,20 @@ class DynamicShapes:
                     if leaves[j] is None:
                         return None
             for j in constants:
-                value = self._constant((i, j), constants[j], leaves[j].shape, whole)
+                value = self._constant((i, j), constants[j], leaves[j].shape)
                 if value is None:
                     return None
                 constants[j] = value
             steps.append(replace(step, leaves=leaves, constants=constants))
         return steps
 
-    def _constant(
-        self, slot: Slot, first: Tensor, shape: Sequence[int], whole: Whole
-    ) -> Tensor | None:
+    def _constant(self, slot: Slot, first: Tensor, shape: Sequence[int]) -> Tensor | None:
         if slot not in self.rules:
             return first
-        seen = [first, *(values[slot] for values in self.constants.values() if slot in values)]
-        if slot in self.cuttable:
-            longer = (v for v in seen if all(n >= m for n, m in zip(v.shape, shape, strict=True)))
-            value = next(longer, None)
-            return None if value is None else value[tuple(slice(0, size) for size in shape)]
-        return self.constants.get(whole, {}).get(slot)
-
-    def learn(
-        self,
-        steps: Sequence[StepPlan],
-        whole: Whole,
-        batch_size: int,
-        outputs: Sequence[Sequence[Any]],
-    ) -> str | None:
-        """Take in how the steps' outputs looked at these lengths; say which one no rule explains.
-
-        Args:
-            steps: The plan's.
-            whole: The lengths of the batch.
-            batch_size: Its size.
-            outputs: The leaves of every step's output.
-        """
-        for (i, j), rules in self.rules.items():
-            value, spec = outputs[i][j], steps[i].leaves[j]
-            if not isinstance(value, Tensor) or value.dim() != len(spec.shape):
-                return steps[i].name
-            for dim, rule in rules.items():
-                size = value.shape[dim]
-                if not rule.add(whole, size // batch_size if dim == spec.batch_dim else size):
-                    return steps[i].name
-        self.keep_constants(steps, whole, outputs)
-        return None
-
-    def keep_constants(
-        self, steps: Sequence[StepPlan], whole: Whole, outputs: Sequence[Sequence[Any]]
-    ) -> None:
-        """Remember what crosses the boundary in batches of these lengths, whatever the samples."""
-        if len(self.constants) >= MAX_LENGTHS:
-            del self.constants[next(iter(self.constants))]
-        self.constants[whole] = {
-            (i, j): outputs[i][j].detach().clone()
-            for i, step in enumerate(steps)
-            for j, first in step.constants.items()
-            if (i, j) in self.rules
-            and self._constant((i, j), first, outputs[i][j].shape, whole) is None
-        }
+        longest = self.constants[slot]
+        if any(n < m for n, m in zip(longest.shape, shape, strict=True)):
+            return None
+        return longest[tuple(slice(0, size) for size in shape)]
 
     def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:
         """Return how the rows of a cached tensor grow; None if they are all of one size."""

@@ -50,16 +50,6 @@ class Rule:
         rule._functions = np.array([[axis], [1], [1], [-offset], [-offset]])
         return rule
 
-    def add(self, lengths: Whole, size: int) -> bool:
-        """Learn from one run; return whether any function is left that explains all runs."""
-        if self._seen.get(lengths, size) != size:
-            return False
-        if lengths not in self._seen:
-            self._seen[lengths] = size
-            self._answers.clear()
-            self._functions = self._explaining()
-        return self.explains
-
     @property
     def explains(self) -> bool:
         """Whether some function agrees with all runs."""

@@ -2,8 +2,8 @@
 
 For batches of any length: what was proved at a few lengths holds at all others. Sizes follow rules
 (`dynamic_shapes.py`). What crosses the boundary without depending on the samples, a table of
-positions say, is cut from a longer one where that was shown to be the same, and learnt for each
-length where not. What cannot be told for certain is computed plainly, and told from then on.
+positions say, is cut from a longer one: all of them were shown to begin alike. What cannot be told
+for certain is computed plainly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
-from egeria_cache.skip.serve.dynamic_shapes import MAX_LENGTHS, DynamicShapes
+from egeria_cache.skip.serve.dynamic_shapes import DynamicShapes
 from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
@@ -31,6 +31,8 @@ from egeria_cache.skip.state.watch import watched_attributes
 _is_training = attrgetter("training")
 Left = tuple[str, Callable[[], Any], Any]
 """The name of something, how to look at it, and what it is."""
+_MAX_LENGTHS = 512
+"""Lengths of batches that a plan is kept ready for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +119,7 @@ class ReplayPlan:
         return list({id(step.module): step.module for step in self.steps}.values())
 
     def at(self, lengths: Lengths | None) -> ReplayPlan | None:
-        """Return the plan for batches of these lengths; None if they have to be seen first."""
+        """Return the plan for batches of these lengths; None if it is not certain how it looks."""
         if self.growth is None or lengths is None:
             return self
         known, whole = self._grown, lengths.whole
@@ -125,7 +127,7 @@ class ReplayPlan:
             steps = self.growth.steps(self.steps, whole)
             if steps is None:
                 return None
-            if len(known) >= MAX_LENGTHS:
+            if len(known) >= _MAX_LENGTHS:
                 del known[next(iter(known))]
             known[whole] = replace(self, steps=steps, replays={}, own={})
         return known[whole]

@@ -44,8 +44,6 @@ class PrefixDone(BaseException):
 class CaptureRun:
     """Handler for a forward that computes the prefix: keeps the tensors of the cut.
 
-    A plan that does not know batches of these lengths yet does afterwards.
-
     Args:
         plan: What to keep.
         lengths: Of the batch, if samples are padded.
@@ -56,14 +54,10 @@ class CaptureRun:
     def __init__(
         self, plan: ReplayPlan, lengths: Lengths | None, batch_size: int, *, stop: bool = False
     ) -> None:
-        here = plan.at(lengths)
-        self.plan = here or plan
+        self.plan = plan.at(lengths) or plan
         self.batch_size = batch_size
         self.stop = stop
         self.deviation: str | None = None
-        self._lengths = lengths
-        self._learnt: list[list[Any]] | None = [] if here is None else None
-        """The leaves of each step's output, where the plan has to learn from them."""
         self._taken: dict[Slot, Tensor] = {}
         self._rows: dict[str, Tensor] | None = None
         self._position = 0
@@ -89,11 +83,9 @@ class CaptureRun:
         with Attempt(lambda error: self._deviate(repr(error))):
             self._keep(step, output)
             if self._position == len(steps) - 1 and not self.deviation:
-                if self._learnt is not None:
-                    self._learn(self._learnt)
                 # Copies of the values as they stand when the boundary returns: in-place steps of
                 # the prefix count; what the active part writes, perhaps by NumPy, does not.
-                self._rows = {} if self.deviation else self.plan.rows(self._taken.__getitem__)
+                self._rows = self.plan.rows(self._taken.__getitem__)
                 if not self.stop:
                     when_returned(module, self.plan.returned)
         self._position += 1
@@ -111,37 +103,17 @@ class CaptureRun:
             leaves, spec = tree_flatten(output)
         if spec != step.spec:
             self._deviate(f"{step.name!r} returned another structure")
-        elif self._learnt is not None:
-            self._learnt.append(leaves)
-        else:
-            self._take(self._position, leaves)
-
-    def _take(self, index: int, leaves: list[Any]) -> None:
-        step = self.plan.steps[index]
+            return
         for j, (leaf, known) in enumerate(zip(leaves, step.leaves, strict=True)):
             if j in step.cached:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
                     self._deviate(f"{step.name!r} returned another shape")
                     return
-                self._taken[index, j] = leaf
+                self._taken[self._position, j] = leaf
                 if leaf.requires_grad:
-                    self.plan.wants_grad.add((index, j))
+                    self.plan.wants_grad.add((self._position, j))
             elif isinstance(known, int | float | str | bool) and leaf != known:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
-
-    def _learn(self, outputs: list[list[Any]]) -> None:
-        """Let the plan know batches of these lengths, and keep what it now says."""
-        plan, lengths = self.plan, self._lengths
-        assert plan.growth is not None
-        assert lengths is not None
-        odd = plan.growth.learn(plan.steps, lengths.whole, self.batch_size, outputs)
-        here = None if odd is not None else plan.at(lengths)
-        if here is None:
-            self._deviate(f"the shape of what {odd or plan.boundary!r} returned follows no rule")
-            return
-        self.plan = here
-        for index, leaves in enumerate(outputs):
-            self._take(index, leaves)
 
     def _deviate(self, how: str) -> None:
         self.deviation = self.deviation or how

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product
 from operator import attrgetter
@@ -200,8 +201,11 @@ class Layout:
         self._look_at_held(where, in_class(kind, key))
 
     def _look_at_held(self, where: str, value: Any) -> None:
-        """Look at what a module, or a class, holds: of objects of the user's at what code names."""
-        (self.look_at_named if has_settings(value) else self.look_into)(where, value)
+        """Look at what a module, or a class, holds: of objects of the user's at what code names; of
+        those of a data class at all, for what it has generated reads all.
+        """
+        is_named = has_settings(value) and not is_dataclass(value)
+        (self.look_at_named if is_named else self.look_into)(where, value)
 
     def _look_at(self, where: str, value: Any, held: Mapping[str, Any]) -> None:
         """Lay out what an object holds under some names, but for what decides nothing."""
