@@ -95,7 +95,7 @@ class _RootTap(LayerTap):
         """Return the model's input as a call of its front."""
         x, self._input = self._input, None
         super().take()
-        return None if x is None else Probe([Call("front", (x,), {})], len(x), len(x), 0)
+        return None if x is None else Probe([Call("front", (x,), {})], len(x), len(x))
 
 
 class WholeModelPolicy(PlasticityPolicy):
@@ -143,7 +143,6 @@ def variants() -> dict[str, tuple[str, Maker | None]]:
         "W = 20": ("W", maker(window=20)),
         "T = 10 %": ("T", maker(tolerance=0.1)),
         "T = 40 %": ("T", maker(tolerance=0.4)),
-        "bf16": ("precision", maker(reference="bf16")),
         "int8": ("precision", maker(reference="int8")),
         "whole model": ("reading", maker(WholeModelPolicy)),
     }

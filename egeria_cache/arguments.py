@@ -19,6 +19,7 @@ Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
 
 GONE = {
+    "batch_dim": "samples come first",
     "calibration": "a layer's first three readings set its tolerance",
     "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
     "dropout": "dropout layers of a frozen front pass their input on",

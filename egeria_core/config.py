@@ -14,13 +14,13 @@ from egeria_cache.device import runs_late
 from egeria_core.bootstrap import Bootstrap
 from egeria_core.learning_rate import UnfreezeRule
 
-ReferenceKind = Literal["auto", "int8", "bf16", "fp32"]
+ReferenceKind = Literal["auto", "int8", "fp32"]
 EvaluatorKind = Literal["auto", "process", "inline"]
 
 
 ROOMY_ABOVE_CPUS = 4
 """With more CPUs than these, a CPU training leaves some to an evaluator process."""
-LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2, "batch_dim": 0}
+LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2}
 READINGS = 100
 """Of every layer, in the whole schedule, for the prediction of harm."""
 
@@ -59,7 +59,7 @@ class ControllerConfig:
     """A reading is stale when its slope is below this part of the layer's largest early slope
     (paper: 0.4 freezes too eagerly, 0.1 hardly ever)."""
     reference: ReferenceKind = "auto"
-    """What the front layer is compared with: a snapshot of it in `int8`, `bf16` or `fp32` on the
+    """What the front layer is compared with: a snapshot of it in `int8` or `fp32` on the
     CPU. `auto`: int8 where one fp32 forward of the layer takes long enough for the quantisation to
     pay, else fp32."""
     evaluator: EvaluatorKind = "auto"
@@ -84,8 +84,6 @@ class ControllerConfig:
     """Steps that a move of the boundary takes by itself: memory that settles anew, a reducer that
     is rebuilt, a cache that proves its cut. On the tasks of benchmarks/time_to_accuracy it is a
     step and two forwards, and some."""
-    batch_dim: int = 0
-    """Dimension of the batch in the layers' arguments and outputs."""
     log_path: str | Path | None = None
     """The history is also written here as JSON lines."""
 

@@ -67,7 +67,6 @@ class FreezeController:
         unfreeze_rule: When frozen layers are trained again.
         bootstrap: The stage in which nothing may freeze; None: over at once.
         move_cost: Steps that a move of the boundary takes by itself.
-        batch_dim: Dimension of the batch in the layers' arguments and outputs.
         log_path: The history is also written here as JSON lines.
 
     Raises:
@@ -101,14 +100,13 @@ class FreezeController:
         unfreeze_rule: str | UnfreezeRule = "tenfold_drop",
         bootstrap: Bootstrap | Literal["auto"] | None = "auto",
         move_cost: float = 3.0,
-        batch_dim: int = 0,
         log_path: str | Path | None = None,
     ) -> None:
         self.config = ControllerConfig(
             total_steps=total_steps, harm_budget=harm_budget, layers=layers, num_layers=num_layers,
             evaluate_every=evaluate_every, window=window, tolerance=tolerance, reference=reference,
             evaluator=evaluator, unfreeze_rule=unfreeze_rule, bootstrap=bootstrap,
-            move_cost=move_cost, batch_dim=batch_dim, log_path=log_path,
+            move_cost=move_cost, log_path=log_path,
         )  # fmt: skip
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"the second argument is the optimizer; got {type(optimizer).__name__}")

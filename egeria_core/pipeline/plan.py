@@ -164,8 +164,7 @@ class PipelinePlan:
 def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int, int], ...]:
     """Cut the blocks from `start` on into runs, the dearest of which is as cheap as possible.
 
-    Every run has a block. Among equally good cuts, earlier runs are the shorter ones where costs
-    differ, and sizes differ by one at most where all cost the same.
+    Every run has a block. Among equally good cuts, earlier runs are the shorter ones.
 
     Raises:
         ValueError: There are fewer blocks than runs.
@@ -173,9 +172,6 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
     own = list(costs[start:])
     if not 1 <= parts <= len(own):
         raise ValueError(f"cannot cut {len(own)} blocks into {parts} runs")
-    if len(set(own)) == 1:
-        ends = [start + len(own) * (i + 1) // parts for i in range(parts)]
-        return tuple(zip([start, *ends[:-1]], ends, strict=True))
     sums = [*itertools.accumulate(own, initial=0.0)]
 
     @functools.cache

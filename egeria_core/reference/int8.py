@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria_core.errors import EvaluatorError
-from egeria_core.reference.references import cast, run_layer
+from egeria_core.reference.references import Reference, cast, run_layer
 from egeria_core.reference.tap import Call, Probe
 
 _ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
@@ -51,14 +51,11 @@ def quantization() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-class DynamicInt8Reference:
+class DynamicInt8Reference(Reference):
     """Linear layers in int8 per channel, activations quantised as they come: for transformers."""
 
     name = "int8-dynamic"
     costly = True
-
-    def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
         """Quantise copies of the modules.

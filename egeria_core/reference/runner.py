@@ -1,6 +1,6 @@
 """Reads the front layer against its reference: what an evaluator does, wherever it lives.
 
-A layer gets the reference that was asked for, or the next best one that can represent it.
+A layer gets the reference that was asked for, or one in full precision where that cannot be had.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +19,7 @@ from egeria_core.errors import EvaluatorError
 from egeria_core.history import Verdict
 from egeria_core.plasticity import sp_loss
 from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference, quantization
-from egeria_core.reference.references import FloatReference, Reference, run_layer
+from egeria_core.reference.references import Reference, run_layer
 from egeria_core.reference.snapshot import Weights, load_weights
 from egeria_core.reference.tap import Probe
 
@@ -44,63 +42,52 @@ class ReferenceChain:
 
     def __init__(self, kind: ReferenceKind) -> None:
         self._kind = kind
-        self._others: list[Callable[[], Reference]] | None = None
-        """What to fall back on; None: not yet chosen."""
         self.reference: Reference | None = None
-        """In use; None: not yet built, or given up."""
+        """In use; None: not yet built."""
         self.noise = 0.0
         """SP between the reference and full precision with the same weights, at the last build."""
         self.plasticity = math.inf
         """What was read with it last, which its noise must not drown."""
 
     def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
-        """Rebuild from the modules' present weights; return one line for every fallback taken.
+        """Rebuild from the modules' present weights; return a line where it has fallen back.
 
         Raises:
-            Exception: Not even the last candidate can represent the layer.
+            Exception: The layer cannot be run.
         """
         notes: list[str] = []
-        if self._others is None:
-            self._others = self._choose(modules, probe)
-        while True:
-            reference = self.reference or self._others.pop(0)()
+        if self.reference is None:
+            self.reference = self._choose(modules, probe)
+            run_layer(modules, probe)  # a layer that cannot run here shows it now
+        if self.reference.costly:
             try:
-                self._build(reference, modules, probe)
-                self.reference = reference
-                return notes
+                self._check(self.reference, modules, probe)
             except Exception as error:  # quantisation tools fail in their own ways
-                if not self._others:
-                    raise
                 why = f"{type(error).__name__}: {error}"
-                notes.append(f"{reference.name} reference not used: {why}")
-                self.reference = None
+                notes.append(f"{self.reference.name} reference not used: {why}")
+                self.reference, self.noise = Reference(), 0.0
+        if not self.reference.costly:
+            self.reference.build(modules, probe)
+        return notes
 
-    def _build(self, reference: Reference, modules: Sequence[nn.Module], probe: Probe) -> None:
+    def _check(self, reference: Reference, modules: Sequence[nn.Module], probe: Probe) -> None:
+        """Build a reference and compare it with the layer."""
         reference.build(modules, probe)
-        self.noise = 0.0
-        if reference.name != "fp32":
-            self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
-        elif self.reference is None:
-            reference.run(probe)  # a layer that cannot run here shows it now
-        if self._others and not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
+        self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
+        if not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
             raise ValueError(
                 f"self-check: SP to fp32 with the same weights is {self.noise:.2g}, the plasticity "
                 f"{self.plasticity:.2g}"
             )
 
-    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> list[Callable[[], Reference]]:
-        """Return the kinds to try, best first."""
-        full = partial(FloatReference, torch.float32)
-        half = partial(FloatReference, torch.bfloat16)
-        if self._kind == "fp32":
-            return [full]
-        if self._kind == "bf16":
-            return [half, full]
-        if self._kind == "auto" and _arithmetic(modules, probe) < INT8_PAYS_ABOVE:
-            return [full]
+    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> Reference:
+        """Return a reference of the kind that was asked for and suits the layer."""
+        cheap = self._kind == "auto" and _arithmetic(modules, probe) < INT8_PAYS_ABOVE
+        if self._kind == "fp32" or cheap:
+            return Reference()
         inner = [m for module in modules for m in module.modules()]
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
-        return [StaticInt8Reference if convolves else DynamicInt8Reference, half, full]
+        return StaticInt8Reference() if convolves else DynamicInt8Reference()
 
 
 def _arithmetic(modules: Sequence[nn.Module], probe: Probe) -> int:

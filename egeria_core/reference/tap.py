@@ -59,7 +59,6 @@ class Probe:
     """Rows of the batch it was taken from."""
     num_rows: int = 0
     """Rows kept of it."""
-    batch_dim: int = 0
 
     def mapped(self, function: Callable[[Any], Any]) -> Probe:
         """Return the probe with a function of each leaf of the arguments."""
@@ -90,14 +89,14 @@ def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
     return results[-1]
 
 
-def first_activation(output: Any, batch: int | None = None, batch_dim: int = 0) -> Tensor | None:
-    """Return the first floating-point leaf with a batch dimension (of size `batch` if given)."""
+def first_activation(output: Any, batch: int | None = None) -> Tensor | None:
+    """Return the first floating-point leaf that has rows (`batch` of them if given)."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
             and leaf.is_floating_point()
-            and leaf.dim() > batch_dim
-            and (batch is None or leaf.shape[batch_dim] == batch)
+            and leaf.dim() > 0
+            and (batch is None or len(leaf) == batch)
         ):
             return leaf
     return None
@@ -128,14 +127,10 @@ class LayerTap:
     Args:
         model: The bare model.
         layers: Module names of each layer, in forward order.
-        batch_dim: Dimension of the batch in arguments and outputs.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[Sequence[str]], *, batch_dim: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Sequence[str]]) -> None:
         self._model = model
-        self._batch_dim = batch_dim
         self.num_rows = 0
         self.armed: int | None = None
         """The layer that was armed last and not taken yet."""
@@ -230,8 +225,7 @@ class LayerTap:
             return
         size = self._probe.batch_size
         self._probe.num_rows = min(size, self.num_rows)
-        self._probe.batch_dim = self._batch_dim
-        self._done = first_activation(output, size, self._batch_dim) is not None
+        self._done = first_activation(output, size) is not None
         self._results.clear()
 
     def _wire(self, leaf: Any) -> Wire | None:
@@ -244,17 +238,17 @@ class LayerTap:
         return None
 
     def _batch_of(self, leaves: Sequence[Any]) -> int:
-        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > self._batch_dim]
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
         tensors.sort(key=lambda x: not x.is_floating_point())
-        return tensors[0].shape[self._batch_dim] if tensors else 0
+        return len(tensors[0]) if tensors else 0
 
     def _keep(self, leaf: Any) -> Any:
         """Copy: the module, or the one after it, may write into this tensor in place."""
         if not isinstance(leaf, Tensor):
             return leaf
         leaf, size = leaf.detach(), self._probe.batch_size
-        if leaf.dim() > self._batch_dim and leaf.shape[self._batch_dim] == size:
-            leaf = leaf.narrow(self._batch_dim, 0, min(size, self.num_rows))
+        if leaf.dim() > 0 and len(leaf) == size:
+            leaf = leaf[: self.num_rows]
         return leaf.clone()
 
 

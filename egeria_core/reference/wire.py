@@ -13,36 +13,26 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def _rebuild(
-    data: bytearray, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, grad: bool
-) -> Tensor:
-    if data:
-        tensor = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
-    return nn.Parameter(tensor, requires_grad=grad) if parameter else tensor
+def _rebuild(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 class _Pickler(pickle.Pickler):
     """Writes plain CPU tensors as references to buffers that travel behind the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in (Tensor, nn.Parameter) or obj.layout is not torch.strided:
-            return NotImplemented
+        if type(obj) is not Tensor or obj.layout is not torch.strided:
+            return NotImplemented  # of a parameter its data comes by in turn
         plain = obj.detach().to("cpu").contiguous()
         if plain.is_quantized:
             return NotImplemented
-        raw = plain.reshape(-1).view(torch.uint8).numpy()
-        return _rebuild, (
-            pickle.PickleBuffer(raw),
-            plain.dtype,
-            tuple(plain.shape),
-            type(obj) is nn.Parameter,
-            obj.requires_grad,
-        )
+        raw: Any = plain.reshape(-1).view(torch.uint8).numpy()
+        return _rebuild, (pickle.PickleBuffer(raw), plain.dtype, tuple(plain.shape))
 
 
 def send(connection: Connection, message: Any) -> None:

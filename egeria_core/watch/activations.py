@@ -64,7 +64,6 @@ class ActivationMeter(Meter):
     def _forget_reference(self) -> None:
         self._layer: int | None = None
         self._refreshed_at: int | None = None
-        self._since_refresh = 0
         self._costly = False
         self._kept: tuple[Probe, Weights] | None = None
         self._kept_ready: Event | None = None
@@ -76,7 +75,7 @@ class ActivationMeter(Meter):
             if self._tap is not None:
                 self._tap.close()
             self._tapped = names
-            self._tap = LayerTap(self._model, names, batch_dim=self._config.batch_dim)
+            self._tap = LayerTap(self._model, names)
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
@@ -94,15 +93,12 @@ class ActivationMeter(Meter):
         if new:
             self._forget_reference()
             self._rows = probe.num_rows
-        judge = self._is_long_enough(probe, step) and self._refreshed_at is not None
-        # Of a reference whose refresh only copies weights all readings are of one age. Where it
-        # quantises, the moving average over W readings compares equal ages.
-        every = self._config.window if self._costly else 1
-        refresh = self._refreshed_at is None or self._since_refresh + 1 >= every
-        if every == 1 and self._refreshed_at is not None:
-            # One taken later, because an evaluation was dropped, would stand out of the curve for
-            # no reason of the layer's.
-            judge = judge and step - self._refreshed_at == self._every
+        is_whole, age = self._is_long_enough(probe, step), self._age(step)
+        # Of a reference whose refresh only copies weights all readings are of one age: one taken
+        # later, because an evaluation was dropped, would stand out of the curve for no reason of
+        # the layer's. Where it quantises, the moving average over W readings compares equal ages.
+        judge = is_whole and (age == 1 or (self._costly and age > 0))
+        refresh = age == 0 or not self._costly or age >= self._config.window
         if judge or refresh:
             modules = self._modules(probe)
             if runs_late(device_of(self._model)):
@@ -111,6 +107,10 @@ class ActivationMeter(Meter):
             item = InputItem(step, frozen, probe, judge, refresh, weights, distance=self.distance)
             item.modules = self._structure(modules) if new else None
             self._submit(item, mark(device_of(self._model)))
+
+    def _age(self, step: int) -> int:
+        """Return the reference's, in evaluations; 0: there is none."""
+        return 0 if self._refreshed_at is None else (step - self._refreshed_at) // self._every
 
     def _captured(self, step: int, frozen: int) -> Probe | None:
         """Return what the hooks of the front layer have recorded."""
@@ -144,7 +144,6 @@ class ActivationMeter(Meter):
             self._drop(item.step, item.layer)
             return
         self._layer = item.layer
-        self._since_refresh = 0 if item.refresh else self._since_refresh + 1
         if item.refresh:
             self._refreshed_at = item.step
             self._kept, self._kept_ready = (item.probe, item.weights), ready
@@ -230,7 +229,6 @@ class ActivationMeter(Meter):
         return {
             "layer": self._layer,
             "refreshed_at": self._refreshed_at,
-            "since_refresh": self._since_refresh,
             "costly": self._costly,
             "rows": self._rows,
             "probe_rows": probe.num_rows,
@@ -247,11 +245,10 @@ class ActivationMeter(Meter):
         if state["layer"] is None or state["weights"] is None:
             return
         calls, rows = [Call(*call) for call in state["calls"]], state["probe_rows"]
-        probe = Probe(calls, rows, rows, self._config.batch_dim)
+        probe = Probe(calls, rows, rows)
         modules = self._structure(self._modules(probe))
         step, weights = state["refreshed_at"], state["weights"]
         self._submit(InputItem(step, state["layer"], probe, False, True, weights, modules))
-        self._since_refresh = state["since_refresh"]
         self._costly = state["costly"]
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ def refusals() -> dict[str, Any]:
     blocks = make_blocks()
     with pytest.raises(ValueError, match="no weight gradients"):
         make(make_blocks(), schedule="ZBVZeroBubble")
-    with pytest.raises(ValueError, match="on_freeze must be .repartition. or .stay."):
+    with pytest.raises(ValueError, match="on_freeze must be"):
         make(make_blocks(), on_freeze="spread")
     shared = [*make_blocks(), blocks[0], blocks[0].linear]  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"block '9' is also part of block '8'.*untie"):
