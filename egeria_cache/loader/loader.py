@@ -48,6 +48,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
     """DataLoader that skips the loading of cached samples, and reads their activations ahead.
 
     Takes all of DataLoader's arguments; without `cache` and `seed` it gives what DataLoader gives.
+    Batches come in order, also under `in_order=False`: the place in an epoch is always known.
 
     Args:
         cache: The `ActivationCache` of the model that is trained on these batches.
@@ -338,7 +339,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         return task_loader(
             self.source.samples, tasks, num_workers=self.num_workers, pin_memory=self.pin_memory,
             generator=generator, prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers, in_order=self.in_order,
+            persistent_workers=self.persistent_workers,
             pin_memory_device=self.pin_memory_device, **self._worker_options(),
         )  # fmt: skip
 

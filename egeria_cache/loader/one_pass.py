@@ -162,8 +162,9 @@ class Pass:
         try:
             loaded = self._load_here() or next(self._workers)
         except Exception as error:
-            if not isinstance(error, StopIteration) and self._loader.in_order:
+            if not isinstance(error, StopIteration):
                 self._planner.skip()
+                self._progress.skip()
             raise
         loads -= time.perf_counter()
         self._source.samples.drawn |= loaded.drawn  # what workers saw
@@ -177,10 +178,7 @@ class Pass:
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
         batch = self._assembly.assemble(plan, loaded)
-        if self._progress.drawn:
-            self._progress.count(plan.task.number)
-        else:  # no sampler's state is to be kept in step
-            self._progress.yielded += 1
+        self._progress.count()
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)

@@ -238,16 +238,15 @@ class Planner:
                     raise
 
     def take(self, number: int) -> Plan:
-        """Return the plan of that number, which is the next one unless order does not matter."""
+        """Return the next plan, which is of that number."""
         if self._prefetcher.rings:
             self._prefetcher.release_before(number)
-        for plan in self.planned:
-            if plan.task.number == number:
-                self.planned.remove(plan)
-                left = self._num_foreseeable - self._next_number + len(self.planned)
-                self.is_midway = bool(self.planned) and left > _LAST
-                return plan
-        raise RuntimeError(f"batch {number} came without having been planned")
+        plan = self.planned.popleft()
+        if plan.task.number != number:
+            raise RuntimeError(f"batch {number} came without having been planned")
+        left = self._num_foreseeable - self._next_number + len(self.planned)
+        self.is_midway = bool(self.planned) and left > _LAST
+        return plan
 
     def skip(self) -> None:
         """Forget the next plan: its samples could not be loaded."""

@@ -62,15 +62,11 @@ class Progress:
     dataset: Any = field(default=None, repr=False)
     """The state of an iterable data set, or of its iterator, that has one, where this process draws
     from it: {"dataset": state} or {"iterator": state}."""
-    any_order: bool = False
-    """Whether batches overtake each other (`in_order=False`)."""
     sampler: Any = field(default=None, repr=False)
     """The state of a sampler that has one, when the last batch given out had been drawn; before
     the first and after the last, as it was then."""
     drawn: deque[Any] = field(default_factory=deque, repr=False)
     """The same for the batches that were drawn, but not given out; no part of the state."""
-    front: int = 0
-    """The number after the foremost batch given out; no part of the state."""
     may_be_empty: bool = False
     """Whether a sampler whose state was loaded may think that it is still at the end of its last
     epoch; no part of the state."""
@@ -89,13 +85,16 @@ class Progress:
         """Return values that JSON can write, if those of a sampler are; a few kilobytes."""
         return {"version": VERSION} | {name: getattr(self, name) for name in _STORED}
 
-    def count(self, number: int | None = None) -> None:
-        """A batch is given out: of this number in the pass, or the next."""
-        number = self.yielded if number is None else number
+    def count(self) -> None:
+        """The next batch is given out."""
         self.yielded += 1
-        for _ in range(min(number + 1 - self.front, len(self.drawn))):
+        if self.drawn:
             self.sampler = self.drawn.popleft()
-        self.front = max(self.front, number + 1)
+
+    def skip(self) -> None:
+        """The next batch could not be loaded."""
+        if self.drawn:
+            self.drawn.popleft()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -113,7 +112,7 @@ class Progress:
         return cls(**{name: state[name] for name in _STORED if name in state})
 
 
-_NOT_STORED = ("drawn", "front", "may_be_empty")
+_NOT_STORED = ("drawn", "may_be_empty")
 _STORED = [f.name for f in fields(Progress) if f.name not in _NOT_STORED]
 
 
@@ -292,7 +291,7 @@ class ResumableLoader(DataLoader[T_co]):
             cast(Any, self.dataset).load_state_dict(copy.deepcopy(last.dataset["dataset"]))
         if resumes and last.start is not None and not last.finished:
             rng.set(last.start)
-            if (last.yielded or last.dataset is not None) and not self._starts_over(last):
+            if last.yielded or last.dataset is not None:
                 return True
             epoch, draws_base_seed = last.epoch, last.drew_base_seed
         else:
@@ -309,7 +308,6 @@ class ResumableLoader(DataLoader[T_co]):
         self._progress = Progress(
             epoch, ahead, since, start=rng.get(), drew_base_seed=draws_base_seed,
             num_drawn=self._num_drawn(), sampler=state_of(self._stateful),
-            any_order=self.num_workers > 0 and not self.in_order,
             may_be_empty=loaded and last.finished,
         )  # fmt: skip
         return False
@@ -326,16 +324,6 @@ class ResumableLoader(DataLoader[T_co]):
         with Attempt():  # of whatever kind: not every sampler has a length
             return len(cast(Any, whole.sampler if type(whole) is BatchSampler else whole))
         return None
-
-    def _starts_over(self, last: Progress) -> bool:
-        """Whether nobody knows which samples were given out: the epoch begins anew then."""
-        if last.any_order:
-            log.warning(
-                "a loader with in_order=False cannot go on in the middle of an epoch, for which "
-                "samples were given out is not known: the epoch begins anew. Take states between "
-                "two epochs"
-            )
-        return last.any_order
 
     def _index_batches(self, *, goes_on: bool) -> tuple[Iterator[Any], torch.Generator]:
         """Return the index batches of the pass that has begun, or those that are left of it, and a
@@ -362,7 +350,7 @@ class ResumableLoader(DataLoader[T_co]):
             progress.drawn.clear()
             assert progress.now is not None, "a loaded state holds the generators of its moment"
             self._sampler_rng.set(progress.now)
-            progress.now, progress.front = None, progress.yielded
+            progress.now = None
         # Without batches a sampler's are samples; each is one of them.
         return batches if self.batch_sampler is not None else ([one] for one in batches), base
 
@@ -373,6 +361,7 @@ class ResumableLoader(DataLoader[T_co]):
         numbers, past what was given out.
         """
         progress, rng = self._progress, self._sampler_rng
+        self.in_order = True  # else nobody would know what was given out
         here = (progress.dataset or {}) if goes_on and self.num_workers == 0 else {}
         after = progress.now if goes_on else None
         if progress.drew_base_seed:
