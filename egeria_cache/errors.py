@@ -161,14 +161,6 @@ class ParallelError(BoundaryError):
 class BatchError(BoundaryError):
     """The model can be cut there, but not for such batches."""
 
-    @classmethod
-    def without_rows(cls, argument: str) -> BatchError:
-        """What the front reads has no rows of samples."""
-        return cls(
-            f"the frozen front reads {argument!r}, which holds no row for each sample of the batch;"
-            " put samples into rows in the collate_fn"
-        )
-
 
 class PaddingError(BatchError):
     """The model can be cut there, but not for batches that are padded like this."""

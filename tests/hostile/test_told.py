@@ -138,6 +138,20 @@ def test_batches_without_rows_are_told_as_such(run, options, loss):
     trained(run, loss, **options)
 
 
+def packed(samples):
+    x, y = map(torch.stack, zip(*samples, strict=True))
+    return {"x": x.repeat_interleave(2, 0), "y": y}
+
+
+def test_a_structure_in_which_samples_have_no_rows_is_told_and_no_error(tmp_path):
+    model = net(forward=lambda m, batch: m.back(m.front(batch["x"]))[::2])
+    loss = lambda m, b: F.cross_entropy(m(b), b["y"])  # noqa: E731
+    script = lambda run: trained(run, loss, model=model, collate_fn=packed)  # noqa: E731
+    trace = Run("always", tmp_path / "cache").run(script)
+    assert (trace.error, trace.calls) == (None, 9)
+    assert "holds no row for each sample" in str(trace.why_not)
+
+
 @hostile
 def test_what_changes_at_every_step_is_told(run):
     trained(run, each_step=lambda model, step: model.early.weight.data.mul_(0.99), epochs=4)

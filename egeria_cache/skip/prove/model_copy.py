@@ -129,10 +129,6 @@ class ModelCopies:
         """The leaves of the call as they were; not to be written to."""
         return self._root[2]
 
-    def before(self, value: Any) -> Any:
-        """Return one of the model's modules or tensors as it was; not to be run or written to."""
-        return self._copier.of(value)
-
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> ModelCopy:
         """Return a new copy.
 

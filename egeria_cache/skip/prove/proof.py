@@ -82,7 +82,11 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     prober.run()
     if not plan.slots():
         if plan.pinned and not plan.entered:
-            raise BatchError.without_rows(traced.call.layout.paths()[min(plan.pinned)])
+            name = traced.call.layout.paths()[min(plan.pinned)]
+            raise BatchError(
+                f"the frozen front reads {name!r}, which holds no row for each sample of the batch;"
+                " put samples into rows in the collate_fn"
+            )
         why = "nothing after it reads what it returns"
         if plan.steps[-1].run:
             why = (
