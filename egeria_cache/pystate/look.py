@@ -181,8 +181,8 @@ class Portrait(Snapshot):
         is_set |= isinstance(value, Dataset)
         is_trained = isinstance(value, nn.Module) and not is_frozen(value)
         if within and is_object and not is_set and not callable(value):
-            held = own_attributes(value)
-            unnamed = (f"{path}.{name}" for name in held if name not in self._names)
+            held, named = own_attributes(value), self._named_of(type(value))
+            unnamed = (f"{path}.{name}" for name in held if name not in named)
             self.doubtful.update(unnamed if held else (path,))
         if is_trained:
             self.doubtful.add(path)
@@ -205,6 +205,15 @@ class Portrait(Snapshot):
         for at, part in below:
             self._within_reach.setdefault(id(part), is_within)
             yield at, part
+
+    def _named_of(self, kind: type) -> set[str]:
+        """Return the names in the code that was met, and in methods of a class that it names."""
+        parts = (part for base in kind.__mro__[::-1] for part in vars(base).items())
+        own = {name: getattr(part, "fget", part) for name, part in parts}
+        named, codes = set(self._names), {n: getattr(f, "__code__", None) for n, f in own.items()}
+        while run := [code for name in named & codes.keys() if (code := codes.pop(name))]:
+            named.update(*(names_in(code).all for code in run))
+        return named
 
     def _keep(self, place: Place) -> list[tuple[str, Any]]:
         """Note what the place holds by name; return what else it holds."""

@@ -26,7 +26,7 @@ from egeria_cache.samples import Draws, LoaderSource
 from egeria_cache.samples.fingerprint import Fingerprint
 from tests.helpers.forked import started
 
-SCALE, LEVEL = 1.0, SimpleNamespace(by=1)
+SCALE = 1.0
 
 
 def source_of(dataset, collate=default_collate, **kwargs):
@@ -77,6 +77,18 @@ class Rare(Dataset):
         self.num_loaded += 1
         self.opened = self.opened or threading.Lock()
         return torch.tensor(float(index))
+
+
+@dataclass
+class Level:
+    by: int = 1
+    pad: int = 0
+
+    def padded(self):
+        return self.pad
+
+
+LEVEL = Level()
 
 
 @dataclass
@@ -229,6 +241,7 @@ CHANGES = {
     "a shuffle": lambda d: d.files.reverse(),
     "a file in memory": lambda d: d.text.write("more"),
     "what code names of an object": lambda d: setattr(LEVEL, "by", LEVEL.by + 1),
+    "what a method of it names": lambda d: setattr(LEVEL, "pad", LEVEL.pad + 1),
 }
 
 
@@ -236,7 +249,7 @@ CHANGES = {
 def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypatch):
     class Changing(Rare):
         def helper(self):
-            return LEVEL.by
+            return LEVEL.by + LEVEL.padded()
 
     data = Changing(Scale(1))
     data.text = io.StringIO()
