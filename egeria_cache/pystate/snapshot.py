@@ -203,13 +203,6 @@ class Snapshot:
         """All that was looked at."""
         return self._alive.values()
 
-    @property
-    def may_last(self) -> bool:
-        """Whether, as long as it `has_moved` not, another one would be the same; no array is kept
-        alive for it.
-        """
-        return not any(isinstance(one, (Tensor, np.ndarray, *LEADS)) for one in self.objects)
-
     def put_back(self, *, copies: bool = False) -> None:
         """Have them be like that again; as often as need be.
 

@@ -76,8 +76,6 @@ class Surroundings:
         self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
         self._outside = Reach(self._is_beyond, follows_code=False)
         self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
-        self._last: tuple[Any, Snapshot] | None = None
-        """What was remembered last, and of what."""
         self._of_modules: list[Any] = []
         """Their hooks, and what they hold that is not copied with them."""
         code = [hook for hooks in self._hooks for hook in hooks.values()]
@@ -105,15 +103,8 @@ class Surroundings:
         """Remember what code of the model may touch outside of it, what its hooks hold, and some
         attributes of modules.
         """
-        roots, (known, self._last) = self._roots(), (self._last, None)
-        of = (*moving, *map(id, roots))
-        if known is None or known[0] != of or known[1].has_moved():
-            own = [Names("", vars(module), (key,)) for module, key in moving]
-            known = of, self._snapshot(roots, [*self._places, *own], self._outside)
-            if not known[1].may_last:
-                return known[1]
-        self._last = known
-        return known[1]
+        own = [Names("", vars(module), (key,)) for module, key in moving]
+        return self._snapshot(self._roots(), [*self._places, *own], self._outside)
 
     def _is_beyond(self, value: Any) -> bool:
         """Whether it is a module of the model, or what no forward of a frozen front writes to."""
