@@ -39,7 +39,7 @@ from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.placeholder import Escape
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
-from egeria_cache.skip.state.guards import SEEN_LATE, ContentHash, PrefixGuard
+from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
 
 log = logging.getLogger("egeria")
@@ -251,7 +251,6 @@ class SkipEngine:
         """Whether a call was computed like that, under this boundary."""
         self._is_told = False
         """Whether it was said what that changes."""
-        self._hashes = ContentHash()
         self._audits = Answers()
         self._addresses = Addresses()
         self._free: dict[Any, frozenset[int]] = {}
@@ -829,8 +828,7 @@ class SkipEngine:
         self._audits = Answers()
         self._addresses.void(r.cut.fields for r in self._plans.all() if r.cut is not None)
         self.cut = None
-        if not self._plans.park(guard):
-            self._hashes.forget()
+        self._plans.park(guard)
         if self._auto is not None:
             self._auto.look_again()
 
@@ -949,7 +947,6 @@ class SkipEngine:
             self._held.extend(step.module for step in plan.steps if not step.run)
         if name is None:
             self._thaw.watch(self.model, self._held)
-            self._hashes.forget()
             self._announced.clear()
             return
         self._held.extend([self.model.get_submodule(name)])
@@ -976,11 +973,11 @@ class SkipEngine:
         code = reached(modules, functions, plan.unread, plan.until, beneath)
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
-        plan.guard = PrefixGuard(tensors, skipped, around, code, self._hashes)
+        plan.guard = PrefixGuard(tensors, skipped, around, code, by_content=True)
         leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
-        fields = address(plan, call, tensors, self._hashes, code)
+        fields = address(plan, call, plan.guard, code)
         plan.cut = self.cut = Cut(
             boundary=plan.boundary,
             tensors={n: plan.tensor_spec(slot).row for n, slot in plan.slots().items()},

@@ -48,7 +48,7 @@ PLACES = {
     "skip.serve.replay": "prefix replay",
     "skip.serve.plan.ReplayPlan": "rows",
     "skip.engine.SkipEngine": "_look",
-    "skip.state.guards.ContentHash": "of",
+    "skip.state.guards": "tensor_digest",
     "skip.state.guards.PrefixGuard": "changed",
     "skip.state.surroundings.Surroundings": "now",
     "store.generation.Generation": "put_batch",

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from egeria_cache.device import fp32_precision
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate import Code, describe, digest
+from egeria_cache.pystate import Code, describe, digest, tensor_digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
 from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.state.guards import ContentHash
+from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.hooks import hooks_of
 from egeria_cache.skip.state.watch import watched_attributes
 
@@ -59,9 +59,7 @@ def prefix_tensors(plan: ReplayPlan) -> list[Named]:
     return list(found.values())
 
 
-def address(
-    plan: ReplayPlan, call: Invocation, tensors: Iterable[Named], hashes: ContentHash, code: Code
-) -> dict[str, Any]:
+def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) -> dict[str, Any]:
     """Return the fields, JSON values that read well when two addresses are compared."""
     paths = call.layout.paths()
     inputs = {}
@@ -79,13 +77,14 @@ def address(
         if not isinstance(leaf, Tensor)
     }
     arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
-    pinned = {paths[i]: hashes.of(tensor) for i, tensor in plan.pinned.items()}
+    weights = "".join(f"{name}={content};" for name, content in guard.contents())
+    pinned = {paths[i]: tensor_digest(tensor) for i, tensor in plan.pinned.items()}
     odd: dict[str, Any] = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
     if (precision := str(fp32_precision())) != "highest":
         odd["precision"] = precision
     return odd | {
         "boundary": plan.boundary,
-        "weights": hashes.of_all((name, tensor) for name, _, tensor in tensors),
+        "weights": xxhash.xxh3_128_hexdigest(weights.encode()),
         "structure": _structure(plan),
         "code": code.digest(),
         "inputs": inputs,

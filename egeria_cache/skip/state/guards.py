@@ -43,7 +43,7 @@ class PrefixGuard:
         modules: (qualified name, module): the skipped modules; all are in inference mode.
         around: See `StateWatch`.
         code: Likewise.
-        hashes: What the tensors hold; without it a tensor that was written to is a changed one.
+        by_content: Whether a tensor that was written to may be the same.
     """
 
     def __init__(
@@ -52,16 +52,21 @@ class PrefixGuard:
         modules: Iterable[tuple[str, nn.Module]] = (),
         around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
         code: Code | None = None,
-        hashes: ContentHash | None = None,
+        *,
+        by_content: bool = False,
     ) -> None:
         self._given = list(tensors), list(modules), list(around), code
         self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self.state.tensors]
         self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
-        self._hashes = hashes
-        self._contents = [hashes.of(t) if hashes is not None else "" for _, _, t in self._tensors]
+        values = [tensor for _, _, tensor in self._tensors]
+        self._contents = list(map(tensor_digest, values)) if by_content else [""] * len(values)
         self._renew_tensors()
+
+    def contents(self) -> Iterable[tuple[str, str]]:
+        """Return (name, digest) of each tensor that it was given."""
+        return ((named[0], one) for named, one in zip(self._given[0], self._contents, strict=False))
 
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
@@ -72,8 +77,6 @@ class PrefixGuard:
         """Take the present state as the one to keep."""
         self.state.renew()
         self._tensors = [self._now(i) for i in range(len(self._tensors))]
-        if self._hashes is not None:
-            self._contents = [self._hashes.of(tensor) for _, _, tensor in self._tensors]
         self._renew_tensors()
 
     def _renew_tensors(self) -> None:
@@ -121,7 +124,7 @@ class PrefixGuard:
         ):
             if new is old and id(old) not in moved:
                 continue
-            if self._hashes is None or self._hashes.of(new) != content:
+            if not content or tensor_digest(new) != content:
                 how = "was changed" if new is old else "was replaced by another tensor"
                 return f"{name!r} {how}"
         if self._probe.changed(wait=True) or self._probe.whole_changed():  # before it is renewed
@@ -326,36 +329,6 @@ LOOK_EVERY_S = 2e-3
 steps take turns."""
 _CHUNK_BYTES = 1 << 15
 """Read in full with each batch, in turns over all tensors: about 3 us."""
-
-
-class ContentHash:
-    """Digest tensors, and remember each digest until the tensor changes.
-
-    When the boundary moves forward only the newly frozen tensors are read.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, int, str]] = {}
-
-    def of(self, tensor: Tensor) -> str:
-        """Return the hash of dtype, shape and bytes."""
-        known = self._known.get(id(tensor))
-        place = tensor.data_ptr() if tensor.layout == torch.strided else 0
-        state = 0 if tensor.is_inference() else tensor._version, place
-        if known is None or known[0] is not tensor or known[1:3] != state:
-            known = self._known[id(tensor)] = (tensor, *state, tensor_digest(tensor))
-        return known[3]
-
-    def of_all(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Return one hash over names and contents."""
-        total = xxhash.xxh3_128()
-        for name, tensor in tensors:
-            total.update(f"{name}={self.of(tensor)};".encode())
-        return total.hexdigest()
-
-    def forget(self) -> None:
-        """Drop every digest (and the tensors it kept alive)."""
-        self._known.clear()
 
 
 class ContentProbe:
