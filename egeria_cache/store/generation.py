@@ -69,7 +69,7 @@ class Located(NamedTuple):
 
     keys: list[bytes]
     entries: Any
-    """`Entries`, shape (B,), of size 0 where there is none; None: it is looked up with the read."""
+    """`Entries`, shape (B,), of size 0 where there is none."""
 
     @property
     def found(self) -> npt.NDArray[np.bool_]:
@@ -184,14 +184,13 @@ class Generation:
             self._warn(f"cannot be read now: {error}")
 
     def get_batch(
-        self, ids: Sequence[SampleId], *, variant: Variants = 0, pin_memory: bool = False
+        self, ids: Sequence[SampleId], *, variant: Variants = 0
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read the samples that are stored.
 
         Args:
             ids: B sample IDs, in any order, repeats allowed.
             variant: Which random draw of each.
-            pin_memory: Decode into page-locked memory, for a copy to the device.
 
         Returns:
             Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
@@ -199,7 +198,7 @@ class Generation:
             bare tensor if that was put; an empty dict if nothing was found.
         """
         with without_modes():
-            return self.get_located(Located(encode_keys(ids, variant), None), pin_memory=pin_memory)
+            return self.get_located(self.locate(ids, variant=variant))
 
     def get_located(
         self, located: Located, *, pin_memory: bool = False, in_memory: bool = False
@@ -209,7 +208,7 @@ class Generation:
 
         Args:
             located: Where they are.
-            pin_memory: As there.
+            pin_memory: Decode into page-locked memory, for a copy to the device.
             in_memory: Wait for no disk, but for a record or two that show that not all is there.
 
         Raises:

@@ -44,7 +44,7 @@ class NotInMemoryError(Exception):
 def read(
     files: GenerationFiles,
     keys: Sequence[bytes],
-    entries: Entries | None,
+    entries: Entries,
     pin_memory: bool,
     in_memory: bool,
 ) -> Fetched:
@@ -53,7 +53,7 @@ def read(
     Args:
         files: Of the generation.
         keys: Of B samples.
-        entries: Where they were located, shape (B,); None: it is looked up.
+        entries: Where they were located, shape (B,).
         pin_memory: Decode into page-locked memory.
         in_memory: Wait for no disk.
 
@@ -63,7 +63,6 @@ def read(
         OSError: Nothing can be read now.
     """
     with files.reading() as view:
-        entries = view.locate(keys) if entries is None else entries
         fetched = Fetched(view, keys, entries, pin_memory, waits=not in_memory)
         fetched.read()
     for row, (message, replaceable) in fetched.failed.items():

@@ -234,10 +234,10 @@ class ActivationStore:
         return self._own().put_batch(ids, tensors, variant=variant)
 
     def get_batch(
-        self, ids: Sequence[SampleId], *, variant: int = 0, pin_memory: bool = False
+        self, ids: Sequence[SampleId], *, variant: int = 0
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Read what is stored; see `Generation.get_batch`."""
-        return self._own().get_batch(ids, variant=variant, pin_memory=pin_memory)
+        return self._own().get_batch(ids, variant=variant)
 
     def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored."""
