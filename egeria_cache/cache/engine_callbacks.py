@@ -17,13 +17,7 @@ from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import AuditPlan
 from egeria_cache.prefetch import PRINT, View, record
-from egeria_cache.samples import (
-    DEFAULT_REUSE,
-    BatchContext,
-    LoaderSource,
-    row_prints,
-    same_values,
-)
+from egeria_cache.samples import DEFAULT_REUSE, BatchContext, LoaderSource, row_prints, same_values
 from egeria_cache.skip import MAX_CHAINS, Cut
 from egeria_cache.store import ActivationStore, Generation
 

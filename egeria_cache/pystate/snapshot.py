@@ -242,17 +242,6 @@ class Snapshot:
                     if part.has_gone_on():
                         yield part
 
-    def words(self, of: Callable[[Any], Any]) -> dict[tuple[int, str], bool | str]:
-        """Return the truths and texts that the copies `of` them hold, by place and name."""
-        named = ((i, place) for i, place in enumerate(self.places) if place.has_names)
-        return {
-            (i, name): part
-            for i, place in named
-            if id(place.where) not in self.apart
-            for name, part in place.read(of(place.where)).items()
-            if type(part) in (bool, str)
-        }
-
     def moved_whole(self, of: Callable[[Any], Any]) -> dict[Any, Moved]:
         """Return what has moved since, every part of it, with all that is put ahead with it.
 

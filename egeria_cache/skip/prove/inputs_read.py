@@ -15,21 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.pystate import (
-    is_compiled,
-    is_library,
-    own_dict,
-)
+from egeria_cache.pystate import is_compiled, is_library, own_dict
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.probe import scene_of
-from egeria_cache.skip.prove.traced_batch import (
-    Recomputed,
-    TracedBatch,
-    another,
-    recompute,
-)
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, another, recompute
 from egeria_cache.skip.serve.placeholder import OF_EVERY_OBJECT, Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace

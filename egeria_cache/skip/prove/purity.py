@@ -21,7 +21,6 @@ from egeria_cache.skip.serve.plan import Left, ReplayPlan
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
 _NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
-_INT = b"int:"
 Held = dict[Any, Content]
 """What modules hold, by (module, attribute), and words outside of the model, by place."""
 
@@ -141,8 +140,15 @@ def held_in(traced: TracedBatch, copied: ModelCopy) -> Held:
         for module in traced.model.modules()
         for key, part in _state(copied.of(module))
     }
-    words = traced.before.outside.words(copied.copy_of)
-    return own | {mark: Content(word) for mark, word in words.items()}
+    world = traced.before.outside
+    words = {
+        (i, name): Content(part)
+        for i, place in enumerate(world.places)
+        if place.has_names and id(place.where) not in world.apart
+        for name, part in place.read(copied.copy_of(place.where)).items()
+        if type(part) in (bool, str)
+    }
+    return own | words
 
 
 def is_left_otherwise(then: Content | None, now: Content, replayed: Content | None) -> bool:
