@@ -416,15 +416,12 @@ class LoaderSource:
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):
-            each, num = again.shape[0] if again.dim() else 0, once.shape[0] if once.dim() else 0
-            counted = f"leaf {path or 'of the batch'!r} has {num} rows for {batch.size} samples; "
-            if each > 1 and num == each * batch.size:
+            if once.dim() and len(once) != batch.size:
                 return (
-                    f"{counted}collate it to the shape ({batch.size}, {each}, ...), and let the "
-                    "model take the two dimensions together (`flatten(0, 1)`)"
+                    f"leaf {path or 'of the batch'!r} has {len(once)} rows for {batch.size} "
+                    "samples; collate several of a sample to the shape (samples, several, ...), "
+                    "and leave samples out by the sampler, not in the collate_fn"
                 )
-            if 0 < num < batch.size:
-                return f"{counted}leave samples out by the sampler, and not in the collate_fn"
             there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
             how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
