@@ -140,7 +140,7 @@ def test_a_second_evaluation_is_all_hits(tmp_path):
         assert ours.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-6)
         assert first == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
         assert ours.cache.stats().hits - before == 16
-        other = CAUSAL[16:32]  # is not the one whose loader was kept
+        other = CAUSAL[16:32]  # another data set under the same name
         found, expected = (trainer.evaluate(other)["eval_loss"] for trainer in (ours, plain))
         assert found == pytest.approx(expected, rel=1e-5) != first
 
