@@ -375,8 +375,8 @@ def _axis_of(
             if a.shape[dim] != length:
                 continue
             found = OutputAxis(dim, rule, growth.lefts[rule.axis_among(growth.entered)])
-            like_plain = _outside(a, b, found, lengths)
-            if difference(*like_plain) <= tolerance(a) and _same(*_outside(b, c, found, lengths)):
+            like_plain = compared(a, b, found, lengths)
+            if difference(*like_plain) <= tolerance(a) and _same(*compared(b, c, found, lengths)):
                 return found
     return None
 
@@ -388,17 +388,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return difference(a, b) <= (0.0 if a.is_cpu else tolerance(a) * _OF_THE_TOLERANCE)
 
 
-def _outside(a: Tensor, b: Tensor, axis: OutputAxis, lengths: Lengths) -> tuple[Tensor, Tensor]:
-    """Return what two outputs hold elsewhere than in the padding."""
+def compared(
+    a: Tensor, b: Tensor, axis: OutputAxis | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """Return what two outputs hold elsewhere than in the padding, which must be equal."""
+    if axis is None or lengths is None:
+        return a, b
     a, b = (tensor.movedim(axis.dim, 1) for tensor in (a, b))
     inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[1])).to(a.device)
     return a[inside], b[inside]
-
-
-def compared(
-    output: Tensor, other: Tensor, axis: OutputAxis | None, lengths: Lengths | None
-) -> tuple[Tensor, Tensor]:
-    """Return the parts of two outputs that must be equal."""
-    if axis is None or lengths is None:
-        return output, other
-    return _outside(output, other, axis, lengths)

@@ -104,6 +104,12 @@ class ModelCopies:
         self._root: tuple[nn.Module, Callable[..., Any], list[Any], Any] = self._copier(
             (model, forward, leaves, call.given)
         )
+        self.model = self._root[0]
+        """What all are copies of, and share their parameters with."""
+        self.leaves = self._root[2]
+        """Those of the call as they were; not to be written to."""
+        self.before = self._copier.of
+        """Gives one of the model's modules or tensors as it was; not to be run or written to."""
         self._call = call
         self._pairs = [
             (i, original, first)
@@ -118,16 +124,6 @@ class ModelCopies:
                 "as it is, with collectives that the other ranks may not take part in; leave the "
                 "blocks uncompiled, or train without fully_shard"
             )
-
-    @property
-    def model(self) -> nn.Module:
-        """What all are copies of, and share their parameters with."""
-        return self._root[0]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves of the call as they were; not to be written to."""
-        return self._root[2]
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> ModelCopy:
         """Return a new copy.

@@ -344,7 +344,7 @@ class Placeholder(Tensor):
         cls, found: list[Placeholder], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         device, scene, given = found[0].device, found[0].scene, (args, kwargs)
-        if func in _factories():
+        if func in factories():
             args, kwargs = tree_map_only(Placeholder, _stand_in, (args, kwargs))
             return func(*args, **kwargs)
         sources = found[0].sources.union(*[p.sources for p in found[1:]])
@@ -584,7 +584,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 @functools.cache
-def _factories() -> frozenset[Any]:
+def factories() -> frozenset[Any]:
     """Operators that read a tensor's shape and dtype, never its values."""
     names = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
              "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")  # fmt: skip

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.device import random_states
+from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.frozen import Named
-from egeria_cache.skip.serve.placeholder import innermost_module
+from egeria_cache.skip.serve.placeholder import factories, innermost_module
 
 _ATEN = torch.ops.aten
 _PAST_OPERATORS = {
@@ -114,8 +114,8 @@ class PrefixTrace(TorchDispatchMode):
 
     def _is_followed(self, func: Any, tensor: Tensor, made: Sequence[Tensor]) -> bool:
         """Whether autograd knows what an operator has made of a trained tensor."""
-        if func is _ATEN.detach.default:
-            return True  # autograd does so itself, to keep a result; who reads that is seen
+        if func is _ATEN.detach.default or func in factories():
+            return True  # who reads what is detached is seen: autograd does so itself
         if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
             return False
         is_read = torch.Tag.data_dependent_output in func.tags
@@ -139,12 +139,12 @@ class PrefixTrace(TorchDispatchMode):
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         may_draw &= not any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
-        before = _generators() if may_draw else []
+        before = RandomState.now() if may_draw else None
         result = func(*args, **kwargs)
         made = tensors_in(result)
         for tensor in given:
             self._note(tensor, is_followed=self._is_followed(func, tensor, made))
-        if may_draw and not all(map(torch.equal, before, _generators())):
+        if before is not None and not RandomState.now().equals(before):
             self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         if sources and all(sources):
             self._made |= {id(one): (one, [*chain(*sources)]) for one in made}
@@ -238,7 +238,3 @@ def bytes_of(tensor: Tensor) -> range:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = tensor.storage_offset(), tensor.element_size()
     return range(first * size, (first + last + 1) * size)
-
-
-def _generators() -> list[Tensor]:
-    return [torch.get_rng_state(), *random_states()]
