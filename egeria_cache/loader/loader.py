@@ -9,7 +9,6 @@ together as DataLoader would have given it (`assembly.py`), its tensors knowing 
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import time
@@ -145,12 +144,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
         # Trainers that build a loader anew read its arguments from attributes of the same names.
         self.sample_id, self.sample_version = sample_id, sample_version
         self.source = LoaderSource(
-            self.dataset, self._collate, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=None if self.batch_sampler is None else self.seed,
+            self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
+            name=name, seed=self.seed,
             draws=Draws(self.seed or 0, reuse, augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
-        self.source.samples.gets_many = self.batch_sampler is not None
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
         self._progress, self._resumes = Progress(), False
@@ -227,7 +225,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     @in_turns()
     def __iter__(self) -> Any:
-        self.source.use_collate(self._collate)
+        self.source.use_collate(self.collate_fn)
         if self.cache is not None and not self._is_uncached:
             with self.cache.api.beside(self.source.key):
                 if not self.cache.api.is_beside(self.source):
@@ -237,7 +235,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
         goes_on = self._begin(self._enter)
-        if isinstance(self.dataset, IterableDataset):
+        if isinstance(self.dataset, IterableDataset) or self.batch_sampler is None:
             return self._iterate(goes_on=goes_on)
         return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
 
@@ -247,12 +245,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
             "is_random": self._progress.is_random or self.source.is_random,
             "is_steady": self.source.is_steady,
         }
-
-    @property
-    def _collate(self) -> Callable[[list[Any]], Any]:
-        if self.batch_sampler is None:
-            return functools.partial(_alone, self.collate_fn)
-        return self.collate_fn
 
     def _why_uncached(self) -> str | None:
         """Why its batches are passed through as DataLoader's; None if they can be served."""
@@ -342,11 +334,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
             persistent_workers=self.persistent_workers,
             pin_memory_device=self.pin_memory_device, **self._worker_options(),
         )  # fmt: skip
-
-
-def _alone(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
-    """Collate where batching is turned off."""
-    return collate(samples[0])
 
 
 def _check_cache(cache: Any) -> None:

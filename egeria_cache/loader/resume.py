@@ -351,17 +351,18 @@ class ResumableLoader(DataLoader[T_co]):
             assert progress.now is not None, "a loaded state holds the generators of its moment"
             self._sampler_rng.set(progress.now)
             progress.now = None
-        # Without batches a sampler's are samples; each is one of them.
-        return batches if self.batch_sampler is not None else ([one] for one in batches), base
+        return batches, base
 
     def _iterate(self, *, goes_on: bool) -> Any:
-        """Iterate over an iterable data set as DataLoader does, counting what is given out.
+        """Iterate over an iterable data set, or without batches, as DataLoader does, and count.
 
-        Without a state of its own, its batches can only be loaded again, from the same random
-        numbers, past what was given out.
+        Without a state of its own, what was given out can only be loaded again, from the same
+        random numbers.
         """
         progress, rng = self._progress, self._sampler_rng
         self.in_order = True  # else nobody would know what was given out
+        if goes_on and self._stateful is not None and progress.sampler is not None:
+            self._stateful.load_state_dict(progress.sampler)
         here = (progress.dataset or {}) if goes_on and self.num_workers == 0 else {}
         after = progress.now if goes_on else None
         if progress.drew_base_seed:
@@ -381,9 +382,10 @@ class ResumableLoader(DataLoader[T_co]):
         return CountingIterator(iterator, progress)
 
     def _dataset_state(self, finished: bool) -> dict[str, Any] | None:
-        if self._drawn_from is None:
+        fetcher = None if self._drawn_from is None else self._drawn_from._dataset_fetcher
+        iterator = getattr(fetcher, "dataset_iter", None)
+        if iterator is None:
             return None
-        iterator = self._drawn_from._dataset_fetcher.dataset_iter
         if is_stateful(iterator):
             return None if finished else {"iterator": state_of(iterator)}
         return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None

@@ -110,8 +110,6 @@ class SampleLoader:
         self.drawn: frozenset[str] = frozenset()
         """Which of `GENERATORS` samples were seen to draw from; "transforms" where some have
         generators of their own, which they let be seeded."""
-        self.gets_many = True
-        """Whether the data set is asked for a batch at a time, if it can be."""
         self._num_undrawn = 0
         self.company = Company()
 
@@ -185,7 +183,7 @@ class SampleLoader:
                 return samples
 
     def _get(self, indices: Sequence[Any]) -> Any:
-        if self.gets_many and getattr(self.dataset, "__getitems__", None):
+        if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
 
