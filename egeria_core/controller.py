@@ -133,14 +133,17 @@ class FreezeController:
         self._ranks = self._make_ranks()
         self.history = History(self.config.log_path if self._ranks.is_first else None)
         self._map = self._make_map()
-        self._every = self.config.interval(len(self._map.layers), measure)
+        self.evaluate_every = self.config.interval(len(self._map.layers), measure)
+        """n, as given or as the guideline set it."""
         self._bootstrap = self.config.bootstrap_for(measure)
         self._savings = Savings(
             self.optimizer, self._map, schedule, self._ranks, self.config.move_cost
         )
         self._freezer = Freezer(self.model)
         self._untold: list[BoundaryMoved] = []
-        self._frozen = self._declined = self._step = 0
+        self.num_frozen = 0
+        """Number of frozen layers."""
+        self._declined = self._step = 0
         self._tied: set[tuple[str, str]] = set()
         self._schedule: list[tuple[int, str | None]] = []
         self._losses = MeanLoss()
@@ -163,7 +166,7 @@ class FreezeController:
         self.per_layer = kind.per_layer
         """Whether every rank measures its part of each layer; else one measures the front."""
         watched = Watched(
-            self.model, self.optimizer, self._map, self._every, self.config, self.history
+            self.model, self.optimizer, self._map, self.evaluate_every, self.config, self.history
         )
         if self._ranks.measures or (self._ranks.is_sharded and self.per_layer):
             return kind.make_meter(watched)
@@ -180,19 +183,9 @@ class FreezeController:
         return self._map.boundaries[:-1]
 
     @property
-    def num_frozen(self) -> int:
-        """Number of frozen layers."""
-        return self._frozen
-
-    @property
     def boundary(self) -> str | None:
         """Name of the last frozen module, or None."""
-        return self._map.boundaries[self._frozen - 1] if self._frozen else None
-
-    @property
-    def evaluate_every(self) -> int:
-        """n, as given or as the guideline set it."""
-        return self._every
+        return self._map.boundaries[self.num_frozen - 1] if self.num_frozen else None
 
     def schedule(self) -> list[tuple[int, str | None]]:
         """Return every move as (first training step that uses it, boundary), for `StaticPolicy`."""
@@ -219,9 +212,9 @@ class FreezeController:
         # Verdicts are taken at evaluation points only, though they may be ready earlier: so runs,
         # ranks and resumed runs decide at the same steps as long as the evaluator keeps up.
         verdicts: list[Verdict] = []
-        if self.policy.measure != "nothing" and self._step % self._every == 0:
+        if self.policy.measure != "nothing" and self._step % self.evaluate_every == 0:
             self._measure()
-            verdicts = self._ranks.share(self._meter.collect(), self._frozen)
+            verdicts = self._ranks.share(self._meter.collect(), self.num_frozen)
         for verdict in verdicts:
             self._record(verdict)
             self._decide(verdict)
@@ -240,13 +233,13 @@ class FreezeController:
 
     def _prepare(self) -> None:
         """Have the next forward captured if it belongs to an evaluation step."""
-        if (self._step + 1) % self._every == 0:
+        if (self._step + 1) % self.evaluate_every == 0:
             self._meter.prepare(self._front)
 
     @property
     def _front(self) -> int:
         """Which layer the policy looks at: what it asked for in vain is done with for it."""
-        return max(self._frozen, self._declined)
+        return max(self.num_frozen, self._declined)
 
     def _resolve(self) -> None:
         """Settle the layers by the first forward, which has just run."""
@@ -256,9 +249,9 @@ class FreezeController:
             self.policy.bind(self.boundaries)
         self._meter.bind()
         self._savings.resolve()
-        if self._frozen:
+        if self.num_frozen:
             # Frozen before any forward was seen, by guess: complete it.
-            self._freeze_to(self._frozen)
+            self._freeze_to(self.num_frozen)
         self._tell()
 
     def _bootstrapped(self, loss: Tensor | float | None) -> bool:
@@ -268,7 +261,7 @@ class FreezeController:
         if loss is None:
             raise ValueError("step(loss) needs the training loss until bootstrapping is over")
         self._losses.add(loss)
-        if self._step % self._bootstrap.interval(self._every, self.config.total_steps):
+        if self._step % self._bootstrap.interval(self.evaluate_every, self.config.total_steps):
             return False
         (mean,) = self._ranks.agree(self._losses.take())
         done = self._bootstrap.observe(mean)
@@ -295,7 +288,7 @@ class FreezeController:
         if verdict is None:
             verdict = Verdict(self._step, self._front, None)
         elif self.policy.measure == "movement":
-            prospect = self._savings.prospect(self._step, self._every)
+            prospect = self._savings.prospect(self._step, self.evaluate_every)
         frozen = self.policy.observe(
             Reading(
                 step=self._step,
@@ -316,12 +309,12 @@ class FreezeController:
                 f"{type(self.policy).__name__} asks for {frozen} frozen layers of "
                 f"{len(self._map.layers)}; the last one must stay trainable"
             )
-        if frozen < self._frozen:
+        if frozen < self.num_frozen:
             # Everything behind the new front was trained under another front: release it whole.
             self._move(0, "unfrozen")
         self._declined = min(self._declined, frozen)
         if frozen > self._front:
-            payoff = self._savings.weigh(self._step, self._frozen, frozen)
+            payoff = self._savings.weigh(self._step, self.num_frozen, frozen)
             # What was set by hand is the user's own order.
             if payoff is None or payoff.pays or isinstance(self.policy, StaticPolicy):
                 self._move(frozen, "frozen", payoff)
@@ -348,7 +341,7 @@ class FreezeController:
             self._freeze_to(frozen)
         else:
             self._freezer.release()
-        self._frozen = frozen
+        self.num_frozen = frozen
         self._follow()
         event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
         self._schedule.append((event.step, event.boundary))
@@ -364,7 +357,7 @@ class FreezeController:
             boundary=event.boundary,
             previous=event.previous,
             reason=event.reason,
-            num_frozen=self._frozen,
+            num_frozen=self.num_frozen,
             num_layers=len(self._map.layers),
             active_parameters=sum(size for size, trains in sizes if trains),
             total_parameters=sum(size for size, _ in sizes),
@@ -426,7 +419,7 @@ class FreezeController:
 
     def __repr__(self) -> str:
         frozen = (
-            f"{self._frozen} of {len(self._map.layers)} layers, up to {self.boundary or 'none'}"
+            f"{self.num_frozen} of {len(self._map.layers)} layers, up to {self.boundary or 'none'}"
         )
         return f"FreezeController({type(self.policy).__name__}, step {self._step}, frozen {frozen})"
 
@@ -437,12 +430,12 @@ class FreezeController:
         """
         return {
             "step": self._step,
-            "every": self._every,
+            "every": self.evaluate_every,
             "map": self._map.state_dict(),
             "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
             "loss": self._losses.state(),
-            "frozen": self._frozen,
+            "frozen": self.num_frozen,
             "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
             "meter": self._meter.state_dict(),
@@ -455,7 +448,7 @@ class FreezeController:
 
         Call it before the first forward, with the model's and optimizer's own state loaded.
         """
-        self._step, self._every = state["step"], state["every"]
+        self._step, self.evaluate_every = state["step"], state["every"]
         self._map.load_state_dict(state["map"])
         self.policy.bind(self.boundaries)
         self.policy.load_state_dict(state["policy"])
@@ -463,7 +456,7 @@ class FreezeController:
             self._bootstrap.load_state_dict(state["bootstrap"])
         self._losses = MeanLoss(*state["loss"])
         self.history[:] = [dict(record) for record in state["history"]]
-        if self._frozen:
+        if self.num_frozen:
             self._move(0, "resumed")
         if state["frozen"]:
             self._move(state["frozen"], "resumed")

@@ -33,7 +33,7 @@ class Prospect:
     """Whether a rate is to come that is well above the present one (a warm-up, a restart)."""
     saves: tuple[float, ...]
     """For k = 0 to L - 1: the part of a step that is saved while the first k layers are frozen."""
-    draws: tuple[int, ...] = ()
+    draws: tuple[int, ...]
     """For the same k: how many modules of these draw in training, which freezing switches off."""
     cost: float
     """Steps that a move takes by itself."""

@@ -142,26 +142,24 @@ class BudgetPolicy(Remembered):
         saved = [part - prospect.saves[self.frozen] for part in prospect.saves]
         # Without the noise of a dropout all layers learn something else from then on, and what that
         # costs cannot be told from how the loss falls: so it is not done.
-        draws = prospect.draws or (0,) * num_layers
+        draws = prospect.draws
         quiet = sum(count == draws[self.frozen] for count in draws[self.frozen :])
         depths = range(self.frozen + 1, self.frozen + quiet)
-        waiting = max(
-            (saved[k] * prospect.steps * _later(harms[k], left) for k in depths), default=0.0
-        )
-        found, resting = [], True
+
+        def beyond(k: int) -> float:
+            """What a later, deeper move saves of which k is done already, and leaves less for."""
+            ways = (
+                (saved[j] - saved[k]) * _later(harms[j] - harms[k], left - harms[k])
+                for j in depths
+                if j > k
+            )
+            return max(ways, default=0.0) * prospect.steps
+
+        found, resting, waiting = [], True, beyond(self.frozen)
         for k in range(self.frozen + 1, num_layers):
             resting = resting and self.estimate.rests(k - 1)
             saving = saved[k] * prospect.steps
-            # What is frozen now leaves less for a later, deeper move.
-            beyond = max(
-                (
-                    (saved[j] - saved[k]) * prospect.steps
-                    * _later(harms[j] - harms[k], left - harms[k])
-                    for j in depths
-                    if j > k
-                ),
-                default=0.0,
-            )  # fmt: skip
+            total = saving + beyond(k)
             if k not in depths:
                 verdict = "would switch a dropout off"
             elif not resting:
@@ -170,11 +168,11 @@ class BudgetPolicy(Remembered):
                 verdict = "above the budget"
             elif saving < SAFETY * prospect.cost:
                 verdict = "does not pay"
-            elif round(saving + beyond, 6) < round(waiting, 6):
+            elif round(total, 6) < round(waiting, 6):
                 verdict = "waiting saves more"
             else:
                 verdict = "freeze"
-            found.append(Candidate(k, harms[k], saving, saving + beyond, verdict))
+            found.append(Candidate(k, harms[k], saving, total, verdict))
         return found
 
     def _note(

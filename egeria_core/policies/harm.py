@@ -53,36 +53,6 @@ class Movement:
         return cls(values[0], values[1], tuple(values[2 : 2 + count]), tuple(values[2 + count :]))
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Least-squares line."""
-
-    slope: float
-    error: float
-    """One standard error of the slope."""
-    mean: float
-    """Of y."""
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Fit y over x; where all x are equal the slope is 0 and its error without bound.
-
-    Raises:
-        ValueError: Fewer than three points, or not as many x as y.
-    """
-    if len(x) != len(y) or len(x) < 3:
-        raise ValueError(f"need three or more points, got {len(x)} and {len(y)}")
-    across, up = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    mean = float(up.mean())
-    across, up = across - across.mean(), up - mean
-    spread = float(across @ across)
-    if spread == 0:
-        return Line(0.0, math.inf, mean)
-    slope = float(across @ up) / spread
-    rest = up - slope * across
-    return Line(slope, math.sqrt(float(rest @ rest) / (len(x) - 2) / spread), mean)
-
-
 class HarmEstimate(Remembered):
     """Collects movements; answers what freezing would cost, and which layers have come to rest."""
 
@@ -164,13 +134,16 @@ class HarmEstimate(Remembered):
 
     def gain(self, remaining_rate: float) -> float:
         """Return G: what the loss may still fall by, with one standard error."""
-        window = self._window()
-        line = fit_line([m.rate for m in window], [m.loss for m in window])
         if remaining_rate <= 0:
             return 0.0
-        gain = max(0.0, -line.slope + line.error) * remaining_rate
+        rates, losses = np.array([(m.rate, m.loss) for m in self._window()]).T
+        slope, error = 0.0, math.inf
+        if np.ptp(rates) > 0:
+            (slope, _), covariance = np.polyfit(rates, losses, 1, cov=True)
+            error = math.sqrt(covariance[0, 0])
+        gain = max(0.0, error - slope) * remaining_rate
         # A loss that cannot be negative cannot fall by more than it is.
-        return min(line.mean, gain) if min(m.loss for m in window) > 0 else gain
+        return float(min(losses.mean(), gain) if losses.min() > 0 else gain)
 
     def assumed_rate(self, steps: int, every: int) -> float:
         """Return what is left of the learning rate if it stays as it is lately.

@@ -100,15 +100,10 @@ def _places(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any
 def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules have their whole parameters inside the block; called by all ranks."""
     places = _places(_inside(modules))
-    gathered: dict[int, nn.Parameter] = {}
-    with torch.no_grad():
-        for _, _, parameter in places:
-            if id(parameter) not in gathered:
-                tensor = parameter.full_tensor()
-                gathered[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
     try:
-        for slot, key, parameter in places:
-            slot[key] = gathered[id(parameter)]
+        with torch.no_grad():
+            for slot, key, parameter in places:
+                slot[key] = nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
         yield
     finally:
         for slot, key, parameter in places:

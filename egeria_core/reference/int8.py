@@ -20,14 +20,8 @@ from egeria_core.reference.references import Reference, cast, run_layer
 from egeria_core.reference.tap import Call, Probe
 
 _ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
-"""The fastest first."""
-
-
-def _has_vnni() -> bool:
-    """Whether the processor adds products of 8 bits in 32. Without, oneDNN's sums overflow 16 bits;
-    the others leave a bit of room.
-    """
-    return bool(torch.cpu._is_vnni_supported())
+"""The fastest first; where the processor does not add products of 8 bits in 32, its sums overflow,
+and the others leave a bit of room."""
 
 
 @contextmanager
@@ -39,10 +33,9 @@ def quantization() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for engine in _ENGINES if _has_vnni() else _ENGINES[1:]:
-                if engine in engines:
-                    torch.backends.quantized.engine = engine
-                    break
+            known = _ENGINES if torch.cpu._is_vnni_supported() else _ENGINES[1:]
+            found = next((engine for engine in known if engine in engines), before)
+            torch.backends.quantized.engine = found
             # The fast path of nn.TransformerEncoder reads float weights that are packed away.
             torch.backends.mha.set_fastpath_enabled(False)
             yield

@@ -193,8 +193,7 @@ def _balance(units: Sequence[_Unit], num_layers: int, light: float) -> list[Laye
         stage = list(run)
         size = sum(unit.num_parameters for unit in stage)
         groups.extend(_split(stage, max(1, round(size / ideal)) if ideal else 1))
-    groups = _absorb_small(groups, SMALL * ideal)
-    groups = _absorb_light(groups, light * sum(unit.cost for unit in units))
+    groups = _absorb(groups, SMALL * ideal, light * sum(unit.cost for unit in units))
     return [
         Layer(tuple(unit.name for unit in group), sum(unit.num_parameters for unit in group))
         for group in groups
@@ -215,30 +214,26 @@ def _split(stage: list[_Unit], parts: int) -> list[list[_Unit]]:
     return groups
 
 
-def _absorb_small(groups: list[list[_Unit]], least: float) -> list[list[_Unit]]:
-    """Merge small groups forwards (a stem belongs to what follows), the last one backwards.
+def _absorb(groups: list[list[_Unit]], least: float, light: float) -> list[list[_Unit]]:
+    """Merge groups with few weights, or whose forward costs little, with what follows (a stem).
 
-    Where one layer has nearly all the weights, what is in front of it stays a layer.
+    The last one stays, light or not, and joins the one before if it is small. Where one layer has
+    nearly all the weights, what is in front of it stays a layer.
     """
-    merged = _merge(groups, lambda group: sum(u.num_parameters for u in group) >= least)
-    if len(merged) > 1:
-        *merged, before, last = merged
-        is_small = sum(unit.num_parameters for unit in last) < least
-        return [*merged, before + last] if is_small and merged else [*merged, before, last]
-    return merged if len(groups) < 2 else [groups[0], list(itertools.chain(*groups[1:]))]
 
-
-def _absorb_light(groups: list[list[_Unit]], least: float) -> list[list[_Unit]]:
-    """Merge groups whose forward costs little forwards; the last one stays, light or not."""
+    def is_small(group: list[_Unit]) -> bool:
+        return sum(unit.num_parameters for unit in group) < least
 
     def is_enough(group: list[_Unit]) -> bool:
         cost = sum(unit.cost for unit in group)
-        return cost > 0 and cost >= least
+        return not is_small(group) and cost > 0 and cost >= light
 
-    merged = _merge(groups[:-1], is_enough)
-    if groups and merged and not is_enough(merged[-1]):
-        return [*merged[:-1], merged[-1] + groups[-1]]
-    return [*merged, *groups[-1:]]
+    if len(groups) < 2:
+        return groups
+    merged, last = _merge(groups[:-1], is_enough), groups[-1]
+    while (merged and not is_enough(merged[-1])) or (len(merged) > 1 and is_small(last)):
+        last = merged.pop() + last
+    return [*merged, last] if merged else [groups[0], [*itertools.chain(*groups[1:])]]
 
 
 def _merge(
