@@ -235,7 +235,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
         goes_on = self._begin(self._enter)
-        if isinstance(self.dataset, IterableDataset) or self.batch_sampler is None:
+        if self._is_uncached:
             return self._iterate(goes_on=goes_on)
         return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
 
@@ -267,7 +267,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
         What a pass stored under the old name is removed if the change came while it ran.
         """
-        if self.cache is None or self._is_uncached:
+        if self.cache is None:
             return
         began = time.perf_counter()
         what = self.source.fingerprint.changed()

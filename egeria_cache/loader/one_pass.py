@@ -56,8 +56,7 @@ class Pass:
         # Not the loader's: one that is given back has none.
         self._source: LoaderSource = loader.source
         self._progress = progress
-        is_cached = loader.cache is not None and not loader._is_uncached
-        self._cache = cache = loader.cache.api if is_cached else None
+        self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
             with self._beside():

@@ -231,11 +231,8 @@ class Planner:
         num_near = min(len(self.planned), room)
         last = self.planned[num_near - 1].task.number if num_near and self._window else -1
         while self._unread and self._unread[0].number <= last:
-            try:
+            with self._beside():
                 self._prefetcher.start(self._unread.popleft())
-            except Exception:
-                with self._beside():
-                    raise
 
     def take(self, number: int) -> Plan:
         """Return the next plan, which is of that number."""
