@@ -329,6 +329,21 @@ RETURNED = {
 }
 
 
+class Largest(nn.Linear):
+    def forward(self, found, shape):
+        return super().forward(found.values.view(shape))
+
+
+def given_tuples_of_pytorchs(model, x):
+    h = model.early(x)
+    return model.back(model.middle(h[:, None].max(1), h.shape))
+
+
+@hostile(served=True)
+def test_tuples_of_pytorchs_own_are_given_to_skipped_modules(run):
+    trained(run, model=net(forward=given_tuples_of_pytorchs, middle=Largest(8, 8)))
+
+
 @hostile(over=RETURNED, served=True)
 def test_what_the_model_returns_besides_is_served(run, forward, loss):
     trained(run, loss, model=net(forward=forward))

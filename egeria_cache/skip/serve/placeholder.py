@@ -184,8 +184,10 @@ class Scene:
             gc.is_tracked(node) and not isinstance(node, nn.Module | type)
         ):
             inner = functools.partial(self.marked, depth=depth - 1)
-            if depth and isinstance(node, tuple):
-                return tuple.__new__(type(node), map(inner, node))
+            if depth and isinstance(node, tuple) and type(node) is not torch.Size:
+                made_in_c = hasattr(type(node), "n_fields")  # what `max` gives
+                make = type(node) if made_in_c else functools.partial(tuple.__new__, type(node))
+                return make(map(inner, node))
             if depth and type(node) is list:
                 return [*map(inner, node)]
             if depth and type(node) is dict:
