@@ -20,7 +20,7 @@ from egeria_core.pipeline.engine import Engine, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
-from egeria_core.ranks import all_there, wire_of
+from egeria_core.ranks import wire_of
 
 log = logging.getLogger("egeria")
 
@@ -180,8 +180,7 @@ class ElasticPipeline:
         Raises:
             EgeriaError: The ranks' rows do not fit into one batch.
         """
-        with all_there(self.group):
-            return self._run(inputs, targets, None)
+        return self._run(inputs, targets, None)
 
     def evaluate(
         self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None = None
@@ -197,8 +196,7 @@ class ElasticPipeline:
         Returns:
             The mean over the rows of all ranks, on every rank.
         """
-        with all_there(self.group):
-            return self._run(inputs, targets, measure or self._loss_function)
+        return self._run(inputs, targets, measure or self._loss_function)
 
     def _run(
         self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None
@@ -248,8 +246,7 @@ class ElasticPipeline:
         ]
         gradients = [parameter.grad for parameter in own if parameter.grad is not None]
         square = nn.utils.get_total_norm(gradients).square().to(self.wire)
-        with all_there(self.group):
-            dist.all_reduce(square, group=self.group)
+        dist.all_reduce(square, group=self.group)
         norm = square.sqrt().to(self.device)
         nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
@@ -270,8 +267,7 @@ class ElasticPipeline:
                 raise ValueError(
                     f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
                 )
-        with all_there(self.group):
-            self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
+        self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
 
     def _move_to(self, new: PipelinePlan) -> None:
         old = self.plan
@@ -327,9 +323,7 @@ class ElasticPipeline:
                 ranks, if on any.
         """
         states: list[Any] = [None] * self.plan.ranks
-        with all_there(self.group):
-            own = state["rank"], state["ranks"]
-            dist.all_gather_object(states, own, group=self.group)
+        dist.all_gather_object(states, (state["rank"], state["ranks"]), group=self.group)
         for rank, (saved_by, num_ranks) in enumerate(states):
             if (saved_by, num_ranks) != (rank, self.plan.ranks):
                 raise EgeriaError(
@@ -355,8 +349,7 @@ class ElasticPipeline:
             own = block.state_dict() if self.rank == self.owner(index) else None
             shared: list[Any] = [None if own is None else {k: v.cpu() for k, v in own.items()}]
             source = dist.get_global_rank(self.group, self.owner(index))
-            with all_there(self.group):
-                dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
+            dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
             state.update({f"{name}.{key}": value for key, value in shared[0].items()})
         return state
 

@@ -1,11 +1,10 @@
 """Ranks: one decision on all of them, and models that lie on several.
 
 `ranks` shares verdicts and has a DistributedDataParallel follow a freeze; `sharded` lets layers
-that `fully_shard` cut be seen whole; `peers` says that a rank has ended. Owns nothing.
+that `fully_shard` cut be seen whole. Owns nothing.
 """
 
 from egeria_cache.skip import is_sharded
-from egeria_core.ranks.peers import all_there
 from egeria_core.ranks.ranks import Ranks, rebuild, unwrap, wire_of
 from egeria_core.ranks.sharded import (
     global_sums,
@@ -18,7 +17,6 @@ from egeria_core.ranks.sharded import (
 
 __all__ = [
     "Ranks",
-    "all_there",
     "global_sums",
     "is_sharded",
     "local_part",

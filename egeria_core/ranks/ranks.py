@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria_cache import EgeriaError
 from egeria_core.history import Verdict
-from egeria_core.ranks.peers import all_there
 from egeria_core.ranks.sharded import sharding_group
 
 
@@ -71,8 +70,7 @@ class Ranks:
             return value
         message = [value]
         source = dist.get_global_rank(self._group, self.source)
-        with all_there(self._group):
-            dist.broadcast_object_list(message, source, group=self._group, device=self._device)
+        dist.broadcast_object_list(message, source, group=self._group, device=self._device)
         return message[0]
 
     def agree(self, *values: float) -> list[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class MovementMeter(Meter):
         self._next = self._steps = 0
         self._rate = self._rate_before = 0.0
         self._losses = MeanLoss()
-        self._read: list[tuple[int, Tensor]] = []
+        self._read: dict[int, Tensor] = {}
         self._opened: _Opened | None = None
         self._ready: list[Verdict] = []
         self._silent = 0
@@ -98,9 +98,9 @@ class MovementMeter(Meter):
         """Learn which parameters belong to which layer."""
         self._parameters = self._layers.parameters_of_layers()
         self._owners = [layer for layer, own in enumerate(self._parameters) if own]
-        # Evenly over the steps between two verdicts; in several rounds where these are too few.
+        # Evenly over the steps between two verdicts; of a layer that comes twice the last counts.
         self._spacing = max(1, self._every // max(1, len(self._owners)))
-        self._next, self._read, self._idle = 0, [], set[int]()
+        self._next, self._read, self._idle = 0, {}, set[int]()
 
     def note(self, loss: Tensor | float | None) -> None:
         """Take the loss of one step.
@@ -159,31 +159,28 @@ class MovementMeter(Meter):
             return
         row = _numbers(opened)
         sharded = next(filter(is_sharded, opened.parameters), None)
-        self._read.append((opened.layer, row if sharded is None else global_sums(row, sharded)))
+        self._read[opened.layer] = row if sharded is None else global_sums(row, sharded)
 
     def measure(self, step: int, frozen: int) -> None:
         """Reduce what was read since the last verdict to numbers: one transfer for all layers."""
         self._heed_silence()
         if not self._losses.count:
             return
-        rows = [row for _, row in self._read]
-        numbers = torch.stack([row.to(rows[0].device) for row in rows]).tolist() if rows else []
+        rows = _stacked(list(self._read.values())).tolist() if self._read else []
         middle = (self._rate_before + self._rate) / 2
-        values = (self._losses.take(), middle, *self._by_layer(numbers))
-        self._rate_before, self._read = self._rate, []
+        by_layer = self._by_layer(dict(zip(self._read, rows, strict=True)))
+        values = (self._losses.take(), middle, *by_layer)
+        self._rate_before, self._read = self._rate, {}
         self._ready.append(Verdict(step, frozen, None, values))
 
-    def _by_layer(self, numbers: Sequence[Sequence[float]]) -> list[float | None]:
+    def _by_layer(self, rows: Mapping[int, Sequence[float]]) -> list[float | None]:
         """Return -g . d and |d| / |theta| per layer, from the rows that were read."""
         decrease = [None if self._trains(i) else 0.0 for i in range(len(self._parameters))]
         speed = list(decrease)
-        for layer in {layer for layer, _ in self._read if self._trains(layer)}:
-            rows = [row for (at, _), row in zip(self._read, numbers, strict=True) if at == layer]
-            size = sum(row[2] for row in rows)
-            # Not finite: the optimizer skipped the step. Several rounds are averaged.
-            if all(math.isfinite(sum(row)) for row in rows) and size > 0:
-                decrease[layer] = sum(row[0] for row in rows) / len(rows)
-                speed[layer] = math.sqrt(sum(row[1] for row in rows) / size)
+        for layer, (brought, moved, size) in rows.items():
+            # Not finite: the optimizer skipped the step.
+            if self._trains(layer) and math.isfinite(brought + moved + size) and size > 0:
+                decrease[layer], speed[layer] = brought, math.sqrt(moved / size)
         return [*decrease, *speed]
 
     def _trains(self, layer: int) -> bool:
@@ -211,7 +208,7 @@ class MovementMeter(Meter):
             "steps": self._steps,
             "rate": [self._rate, self._rate_before],
             "losses": self._losses.state(),
-            "read": [[layer, *row.tolist()] for layer, row in self._read],
+            "read": {layer: row.tolist() for layer, row in self._read.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -221,7 +218,7 @@ class MovementMeter(Meter):
         self._next, self._steps = state["next"], state["steps"]
         self._rate, self._rate_before = state["rate"]
         self._losses = MeanLoss(*state["losses"])
-        self._read = [(int(layer), torch.tensor(row)) for layer, *row in state["read"]]
+        self._read = {layer: torch.tensor(row) for layer, row in state["read"].items()}
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
