@@ -103,7 +103,7 @@ class _PipelineRanks(Ranks):
     """All ranks of a pipeline; who measures moves with the front."""
 
     def __init__(self, controller: PipelineController) -> None:
-        super().__init__(None)
+        super().__init__(None, controller.model)
         self._controller = controller
         self._group = controller.pipeline.group
         self._device = controller.pipeline.wire

@@ -114,23 +114,17 @@ class HarmEstimate(Remembered):
         known = np.isfinite(read)
         if not known.any(0).all():
             return None
-        sums = np.where(known, read, 0.0).sum(0) / np.maximum(1, known.sum(0))
-        means: list[float] = sums.tolist()
-        total = sum(means)
+        means = np.where(known, read, 0.0).sum(0) / np.maximum(1, known.sum(0))
+        total = float(means.sum())
         if total <= 0 or not math.isfinite(total):
             return None
-        shares, sum_ = [0.0] * (frozen + 1), 0.0
+        # A layer that lately made the loss rise is no reason to trust the others less.
+        share = np.minimum(1.0, np.maximum(0.0, means).cumsum() / total)
         filled = np.where(known, read, means)  # what was not read tells of no scatter
-        whole, front = filled.sum(1), np.zeros(len(filled))
-        for layer, mean in enumerate(means):
-            # A layer that lately made the loss rise is no reason to trust the others less.
-            sum_ += max(0.0, mean)
-            front = front + filled[:, layer]
-            share = min(1.0, sum_ / total)
-            rest = front - share * whole
-            error = float(rest.std(ddof=1)) / math.sqrt(len(rest)) / total if len(rest) > 1 else 0.0
-            shares.append(min(1.0, share + error))
-        return shares
+        rest = filled.cumsum(1) - share * filled.sum(1, keepdims=True)
+        error = rest.std(0, ddof=1) / math.sqrt(len(rest)) / total
+        shares: list[float] = np.minimum(1.0, share + error).tolist()
+        return [0.0] * (frozen + 1) + shares
 
     def gain(self, remaining_rate: float) -> float:
         """Return G: what the loss may still fall by, with one standard error."""

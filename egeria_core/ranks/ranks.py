@@ -32,21 +32,15 @@ class Ranks:
 
     Args:
         ddp: The wrapper whose group is meant; None: a single process, or a model that is sharded.
-        sharded: A model that `fully_shard` may have cut over ranks.
+        model: The bare model; `fully_shard` may have cut it over ranks.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel | None, sharded: nn.Module | None = None
-    ) -> None:
-        model = sharded if ddp is None else ddp.module
-        self.is_sharded = False
+    def __init__(self, ddp: DistributedDataParallel | None, model: nn.Module) -> None:
+        self._group: Any = sharding_group(model) if ddp is None else ddp.process_group
+        self.is_sharded = ddp is None and self._group is not None
         """Whether each rank has a part of every parameter."""
-        self._group = None if ddp is None else ddp.process_group
-        if ddp is None and sharded is not None:
-            self._group = sharding_group(sharded)
-            self.is_sharded = self._group is not None
         self._device = torch.device("cpu")
-        if model is not None and self._group is not None:
+        if self._group is not None:
             self._device = wire_of(self._group, next(model.parameters()).device)
 
     @property

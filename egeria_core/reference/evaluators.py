@@ -14,7 +14,6 @@ from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from multiprocessing import Pipe
-from pathlib import Path
 
 from egeria_cache.skip import RandomState
 from egeria_core.config import ReferenceKind
@@ -86,7 +85,8 @@ class ProcessEvaluator:
             [sys.executable, "-m", "egeria_core.reference.worker", *arguments],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(_search_path())},
+            # It finds the same modules as this process.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             # Ctrl-C is for the training process; this one leaves when its pipe closes.
             start_new_session=True,
         )
@@ -165,9 +165,3 @@ class ProcessEvaluator:
 
 Evaluator = InlineEvaluator | ProcessEvaluator
 """Takes evaluations, gives verdicts in the same order; for the training thread alone."""
-
-
-def _search_path() -> list[str]:
-    """Return where this process finds its modules, so that the evaluator finds the same ones."""
-    here = str(Path.cwd())
-    return [path or here for path in sys.path]

@@ -90,7 +90,7 @@ def worker(rank: int) -> dict[str, Any]:
             "weights": dict(ddp.module.state_dict()),
             "policy": controller.policy.state_dict(),
         }
-    ranks = Ranks(ddp)
+    ranks = Ranks(ddp, ddp.module)
     try:
         ranks.share([], rank)
     except EgeriaError as error:
