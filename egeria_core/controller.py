@@ -269,18 +269,16 @@ class FreezeController:
         return done
 
     def _record(self, verdict: Verdict) -> None:
-        fields: dict[str, Any] = {
-            "layer": verdict.layer,
-            "boundary": self._map.boundaries[verdict.layer],
-            "value": verdict.value,
-            "taken_at": self._step,
-        }
-        if verdict.values is not None:
-            fields["values"] = list(verdict.values)
-        else:
-            names = ("reference", "noise", "seconds")
-            fields |= {name: getattr(verdict, name) for name in names}
-        self.history.add("reading", verdict.step, **fields)
+        front = {name: getattr(verdict, name) for name in ("reference", "noise", "seconds")}
+        self.history.add(
+            "reading",
+            verdict.step,
+            layer=verdict.layer,
+            boundary=self._map.boundaries[verdict.layer],
+            value=verdict.value,
+            taken_at=self._step,
+            **(front if verdict.values is None else {"values": list(verdict.values)}),
+        )
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""

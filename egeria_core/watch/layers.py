@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -49,7 +49,7 @@ class _Unit:
     name: str
     stage: str
     num_parameters: int
-    cost: float = 1.0
+    cost: float
     """Of its forward, in any unit; 0 for a table that is only looked up."""
 
 
@@ -86,15 +86,14 @@ def find_layers(
     else:
         too_big = 2 * _size(model) / num_layers
         names = blocks(model, opens=lambda block: _size(block) > too_big and holds_stage(block))
-        units = _count(model, [(name, name.rpartition(".")[0]) for name in names])
+        units = _count(model, [(name, name.rpartition(".")[0]) for name in names], costs)
     if order is not None:
         units = sorted((u for u in units if u.name in order), key=lambda u: order[u.name])
     if pattern is not None:
         layers = [Layer((unit.name,), unit.num_parameters) for unit in units]
     else:
         light = 0.0 if costs is None else LIGHT
-        layers = _balance(_weigh(model, units, costs), num_layers, light)
-        layers = _hand_on(model, layers)
+        layers = _hand_on(model, _balance(units, num_layers, light))
     while len(layers) > 1 and layers[-1].num_parameters == 0:
         # A head that is tied to the embedding: with all before it frozen, nothing would train.
         *layers, before, head = layers
@@ -146,11 +145,13 @@ def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
             f"pattern {pattern!r} matches {inside[0]!r} and also a module that contains it; "
             "layers must not overlap"
         )
-    return _count(model, [(name, name) for name in names])
+    return _count(model, [(name, name) for name in names], None)
 
 
-def _count(model: nn.Module, names: list[tuple[str, str]]) -> list[_Unit]:
-    """Attach sizes; a parameter shared by several units counts for the first."""
+def _count(
+    model: nn.Module, names: list[tuple[str, str]], costs: Mapping[str, float] | None
+) -> list[_Unit]:
+    """Attach sizes and costs; a parameter shared by several units counts for the first."""
     seen: set[int] = set()
     units = []
     for name, stage in names:
@@ -159,25 +160,18 @@ def _count(model: nn.Module, names: list[tuple[str, str]]) -> list[_Unit]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 size += parameter.numel()
-        units.append(_Unit(name, stage, size))
+        units.append(_Unit(name, stage, size, _cost(model, name, costs)))
     return units
 
 
-def _weigh(
-    model: nn.Module, units: Sequence[_Unit], costs: Mapping[str, float] | None
-) -> list[_Unit]:
-    """Attach what each unit's forward costs; without measured costs only tables are known."""
-
-    def cost(name: str) -> float:
-        if costs is None:
-            inside = model.get_submodule(name).modules()
-            owners = (m for m in inside if any(p is not None for p in m._parameters.values()))
-            return float(not all(isinstance(m, nn.Embedding) for m in owners))
-        return sum(
-            own for inner, own in costs.items() if inner == name or inner.startswith(name + ".")
-        )
-
-    return [replace(unit, cost=cost(unit.name)) for unit in units]
+def _cost(model: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:
+    """Return what a module's forward costs; without measured costs only tables are known."""
+    if costs is not None:
+        inside = (own for n, own in costs.items() if n == name or n.startswith(name + "."))
+        return sum(inside)
+    modules = model.get_submodule(name).modules()
+    owners = (m for m in modules if any(p is not None for p in m._parameters.values()))
+    return float(not all(isinstance(m, nn.Embedding) for m in owners))
 
 
 def _size(module: nn.Module) -> int:
