@@ -252,11 +252,13 @@ def _own_constants(
 
 
 def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
-    """Raise if what is trained is read before the boundary where autograd does not follow."""
-    skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
+    """Raise if what is trained is read where autograd does not follow, by what is skipped or by
+    what runs before it: what that gives (under `no_grad`, in a checkpointed region) may lead there.
+    """
+    last = max((i for i, step in enumerate(plan.steps) if not step.run), default=-1)
     unfollowed = {} if trace is None else trace.undifferentiated
     for name, _, tensor in traced.known:
-        if unfollowed.get(id(tensor), set()) & skipped:
+        if min(unfollowed.get(id(tensor), ()), default=last + 1) <= last:
             raise BoundaryError.trainable(plan.boundary, name)
 
 
