@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.gate import policy
+from egeria_cache.skip.state import guards
 from tests.device.backend import Counts, counts
 from tests.device.simulated.runs import DEVICE
 from tests.helpers.nets import Images, freeze, make_net, sgd
@@ -66,6 +67,14 @@ def cached(directory, epochs, *, ring_batches=5, sampler=None, rows=ROWS, audit_
             found += steps(loader, 1, model, cache.flush)
             whole.append(counts(all_threads=True) - before)
         return found, whole, cache.stats()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steps_are_long():
+    """So long that weights are looked at in each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "LOOK_EVERY_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
