@@ -121,8 +121,8 @@ MUTATIONS = {
     ),
     "an epoch that is resumed is drawn anew": Mutation(
         file="egeria_cache/loader/resume.py",
-        old="            rng.set(last.start)\n            if (last.yielded",
-        new="            if (last.yielded",
+        old="            rng.set(last.start)\n            if last.yielded",
+        new="            if last.yielded",
         caught_by="tests/loader/test_resume.py",
     ),
     "a resumed epoch begins at its first batch": Mutation(
