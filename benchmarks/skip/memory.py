@@ -44,6 +44,9 @@ class MemoryHost:
         """Remember the rows."""
         self.rows = {name: tensor.clone() for name, tensor in tensors.items()}
 
+    def entry_at(self, batch: Batch, cut: object) -> None:
+        """Every batch is planned for one cut."""
+
     def called(self) -> None:
         """Nothing is counted."""
 

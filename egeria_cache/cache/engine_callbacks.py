@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
-from egeria_cache.batch import Batch, SampleId
+from egeria_cache.batch import Batch, Entry, SampleId
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import AuditPlan
-from egeria_cache.prefetch import PRINT, View, record
+from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import DEFAULT_REUSE, BatchContext, LoaderSource, row_prints, same_values
 from egeria_cache.skip import MAX_CHAINS, Cut
 from egeria_cache.store import ActivationStore, Generation
@@ -277,6 +277,21 @@ class EngineCallbacks:
             "padding; give it to the model as an argument",
         )
         return False
+
+    def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
+        """Look for a whole batch at another cut than it was planned for, and plan for that one."""
+        planned = batch.entry
+        view = next((v for v in self._views.of(batch.loader_name) if v.cut is cut), None)
+        if view is None or not isinstance(planned, PlannedEntry) or not planned.hit.all():
+            return None
+        located = view.generation.locate(planned.ids, variant=planned.draws)
+        if not located.found.all():
+            return None
+        self._views.prefer(view)
+        entry = PlannedEntry(view, planned.number, planned.ids, planned.draws, located)
+        entry.on_load, planned.on_load = planned.on_load, None
+        entry.lengths, entry.whole = planned.lengths, planned.whole
+        return entry
 
     # ---- audits ---------------------------------------------------------------------------------
 

@@ -157,6 +157,10 @@ class SkipHost(Protocol):
     def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
         """Whether these rows can be loaded again as they were."""
 
+    def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
+        """Where a batch that was planned for another cut enters at this one; None if not all of it
+        is stored there."""
+
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Whether the stored leaves of these rows (labels, masks) are what was loaded again."""
 
@@ -453,6 +457,10 @@ class SkipEngine:
         here: ReplayPlan | None = plan
         if plan.growth is not None or source is not plan:
             source, here = None if source is None else source.at(lengths), plan.at(lengths)
+        if entry is not None and source is None and plan.cut is not None and here is not None:
+            # Planned for what the loop did before: a flag has another value in this epoch, say.
+            entry = self.host.entry_at(call.batch, plan.cut)
+            source = None if entry is None else here
         awaits = plan.growth is not None and self._awaits_proof(plan)
         if entry is None and call.batch.was_computed:
             self._unserved.note(_KEPT, of=call.batch.ids)

@@ -59,6 +59,8 @@ class FakeHost:
     def audited(self, batch, entry):
         return None
 
+    entry_at = audited
+
     def prefix_changed(self, reason, *, unlink=False):
         self.changes.append(reason)
         self.stored.clear()
