@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_PROOF_FORWARDS = {False: 8, True: 16}
-_PROOF_S = 0.2
+_PROOF_FORWARDS = {False: 10, True: 16}
+_PROOF_S = 0.15
 """What a proof costs, for samples of one length and padded ones, in forwards of the whole model and
-beside them: 9 of a ResNet-32, 8 of a ViT, 8 of a ResNet-50, where float64 has to decide what is
+beside them: 8 of a ResNet-32, 13 of a ResNet-50 on 64 pixels, where float64 has to decide what is
 rounding; 17 and 15 of BERT of 4 and 12 layers (seconds of the processor, one thread). Beside them:
 copies, code that is read, the data set's fingerprint: 0.1 s more where 1,000 rows are in memory."""
 _HIT_S = {False: 1e-3, True: 3e-3}
 """What a served step costs beside what is computed in it, for samples of one length
 (benchmarks.small_step) and padded ones (benchmarks.short)."""
-_MIXED_S = 4e-3
-"""What one costs where some of its samples are new each time, and stored (docs/augmentation.md)."""
+_MIXED_S, _MIXED_PART = 4e-3, 0.15
+"""What one costs where some of its samples are new each time, and stored (docs/augmentation.md),
+and what the front takes longer for them, a part of a batch, than that part of what it takes for all.
+"""
 _STORED_S = 3e-3
 """What it costs beside that to store a batch, for either (benchmarks.short)."""
 _MIN_EPOCHS, _LATER = {False: 2, True: 4}, 4
@@ -75,7 +77,7 @@ class Schedule:
         known = self.num_epochs - self.epoch - 1
         to_come = max(_MIN_EPOCHS[is_random], known, self.epoch // _LATER)
         steps = self.num_batches * (to_come + self.is_stored)
-        served_s = _MIXED_S if is_random else _HIT_S[self.padded]
+        served_s = _MIXED_S + _MIXED_PART * front_s if is_random else _HIT_S[self.padded]
         gain_s = steps * max(0.0, self.hits * (front_s + load_s) - served_s)
         proof_s = _PROOF_FORWARDS[self.padded] * min(self.forwards, default=0.0) + _PROOF_S
         proof_s += 0.0 if self.is_stored else self.num_batches * _STORED_S

@@ -35,7 +35,7 @@ def timed(num_batches, front_s, forward_s, epoch=0, load_s=0.0, **known):
         (timed(8, 0.020, 0.030, epoch=16), True),  # who ran so long goes on
         (timed(17, 0.001, 0.030, load_s=0.05), True),  # samples that are slow to load
         (timed(9, 0.020, 0.030, hits=0.5), False),  # only what is not drawn anew wins it back
-        (timed(12, 0.020, 0.030, hits=0.75), True),  # who draws at random trains for longer
+        (timed(16, 0.020, 0.030, hits=0.75), True),  # who draws at random trains for longer
         (timed(10**6, 0.0008, 0.003), False),  # a hit itself takes as long
     ],
 )
