@@ -21,8 +21,7 @@ _HIT_S = {False: 1e-3, True: 3e-3}
 (benchmarks.small_step) and padded ones (benchmarks.short)."""
 _MIXED_S, _MIXED_PART = 4e-3, 0.15
 """What one costs where some of its samples are new each time, and stored (docs/augmentation.md),
-and what the front takes longer for them, a part of a batch, than that part of what it takes for all.
-"""
+and what its front takes longer for them than that part of its time for a whole batch."""
 _STORED_S = 3e-3
 """What it costs beside that to store a batch, for either (benchmarks.short)."""
 _MIN_EPOCHS, _LATER = {False: 2, True: 4}, 4
