@@ -82,8 +82,8 @@ def in_float64() -> Iterator[None]:
 
 _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
-_MAX_ODD, _COMPANY = 3, 6
-"""Rows that float64 decides about, and rows that it runs together."""
+_MAX_ODD, _COMPANY, _PAIR = 3, 6, 2
+"""Rows that float64 decides about, that it runs together, and of a suspect that is run again."""
 _WHOLE, _WHOLE_S = 16, 0.1
 """Rows, or seconds, of a batch that is run whole again."""
 
@@ -196,13 +196,13 @@ def _check_precisely(
     """Decide in float64 about differences that may be rounding, or are large only in a channel.
 
     The oddest row of each suspect is run in other company, by itself, and in the suspect's; so is
-    the batch. It takes six times as long as before: where that is long, of few rows alone.
+    the batch. It takes six times as long as before: where that is long, no more than a few rows.
     """
     others = sorted({row for part in suspects for row in part.rows}, reverse=True)
     company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
     whole, again = [list(range(traced.size))], [part.rows for part in suspects]
     if traced.size > _WHOLE and traced.seconds[-1] > _WHOLE_S:
-        whole, again = [], list(map(_few, odd, again))
+        whole, again = [], [rows for rows in again if len(rows) <= _PAIR]
     apart = [[row, row] for row in dict.fromkeys(odd) if [row] not in again]
     copied, parts = traced.copies.fresh(doubled), (company[::-1], *apart, *whole, *again)
     with Attempt() as tried, in_float64():
@@ -213,12 +213,6 @@ def _check_precisely(
         for _, _, a, b in _pairs({}, plan.tensor_spec((i, j)), (i, j), runs):
             if (error := slice_difference(a, b)) > _PRECISE:
                 raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
-
-
-def _few(odd: int, rows: Sequence[int]) -> list[int]:
-    if len(rows) <= _COMPANY:
-        return [*rows]
-    return [odd, *(row for row in rows if row != odd)][:_COMPANY]
 
 
 def _blame(
