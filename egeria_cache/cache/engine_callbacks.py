@@ -17,7 +17,14 @@ from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import AuditPlan
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
-from egeria_cache.samples import DEFAULT_REUSE, BatchContext, LoaderSource, row_prints, same_values
+from egeria_cache.samples import (
+    DEFAULT_REUSE,
+    RESTLESS,
+    BatchContext,
+    LoaderSource,
+    row_prints,
+    same_values,
+)
 from egeria_cache.skip import MAX_CHAINS, Cut
 from egeria_cache.store import ActivationStore, Generation
 
@@ -128,7 +135,7 @@ class EngineCallbacks:
 
     def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
-        if context.source.is_steady:
+        if context.source.loads_hits:
             return {PRINT: Tensor}
         return {
             path: kind
@@ -150,7 +157,11 @@ class EngineCallbacks:
             )  # fmt: skip
 
     def draws_count(self, source: LoaderSource) -> None:
-        """What the front reads is another by a random draw after all."""
+        """What the front reads is another: by a random draw, or the data have changed."""
+        if source.is_restless:
+            why = f"{RESTLESS}, and so does now what the frozen front reads of it"
+            self.leave_uncached(source.key, why, unlink=True)
+            return
         source.unsettle()
         self._views.void(lambda view: view.loader_name == source.key, unlink=False)
         self.open_again(source.key)
@@ -181,7 +192,8 @@ class EngineCallbacks:
         reason = reason or source.why_not_cacheable(batch)
         if reason is None:
             self._look_at_draws(batch, cut)
-        reason = reason or source.why_not_served or source.fingerprint.why_not
+        reason = reason or source.why_not_served or source.why_not_compared(batch, cut.read)
+        reason = reason or (None if source.is_restless else source.fingerprint.why_not)
         if reason is not None:
             return reason
         return self._store.open_generation(

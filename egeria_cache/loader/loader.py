@@ -26,7 +26,14 @@ from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
-from egeria_cache.samples import DEFAULT_REUSE, Draws, Loaded, LoaderSource, task_loader
+from egeria_cache.samples import (
+    DEFAULT_REUSE,
+    RESTLESS,
+    Draws,
+    Loaded,
+    LoaderSource,
+    task_loader,
+)
 from egeria_cache.threads import in_turns
 
 T_co = TypeVar("T_co", covariant=True)
@@ -40,7 +47,7 @@ _ARGUMENTS = (
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
 MAX_CHANGES = 3
-"""Passes in a row that find another data set; then nothing is stored any more."""
+"""Passes in a row that find another data set; then samples are loaded in each, and compared."""
 
 
 class EgeriaLoader(ResumableLoader[T_co]):
@@ -293,7 +300,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._num_changes += not (midway and self._changed_midway)  # passes are counted
         self._changed_midway |= midway
         if self._num_changes > MAX_CHANGES:
-            give_up = "its data set changes again and again"
+            self.source.is_restless = True
+            log.info(
+                "loader %r: %s (%s): its samples are loaded in every epoch, and what is stored is "
+                "served where the frozen front would read the same", self.name, RESTLESS, what,
+            )  # fmt: skip
         self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
 
     @property

@@ -299,7 +299,7 @@ class Planner:
             and cache.may_store(source.key)
         )
         together = studies and source.study.company is not None
-        loads_hits = together or (studies and source.is_steady)
+        loads_hits = together or (studies and source.loads_hits)
         stored = source.stored_as(draws) if source.is_steady else draws
         located = map(methodcaller("locate", ids, variant=stored), map(_GENERATION, views))
         places = [*zip(views, located, strict=True)]

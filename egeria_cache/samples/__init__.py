@@ -16,10 +16,11 @@ from egeria_cache.samples.collation import find_places, own_lengths
 from egeria_cache.samples.content import row_prints, same_values
 from egeria_cache.samples.draws import DEFAULT_REUSE, Clock, Draws
 from egeria_cache.samples.loading import Loaded, Task, task_loader
-from egeria_cache.samples.source import BatchContext, LoaderSource
+from egeria_cache.samples.source import RESTLESS, BatchContext, LoaderSource
 
 __all__ = [
     "DEFAULT_REUSE",
+    "RESTLESS",
     "BatchContext",
     "Clock",
     "Draws",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from egeria_cache.samples.side_worker import SideWorker
 from egeria_cache.samples.study import Study
 
 _NUMBERS = itertools.count()
+RESTLESS = "its data set changes again and again"
 _TRIED_SAMPLES, _TRIED_DRAWS = 4, 2
 """So many samples of a batch are loaded under so many other draws, to see what these change."""
 
@@ -97,7 +99,11 @@ class LoaderSource:
         self.draws = draws
         self.is_steady = False
         """Whether random draws change nothing that the frozen front reads: its output is stored
-        once, and each sample is loaded in every epoch, hits as well, drawn anew and compared."""
+        once, and each sample is loaded in every epoch, drawn anew."""
+        self.is_restless = False
+        """Whether its data are others again and again: each sample is loaded in every epoch, and
+        what is stored is served where the front would read what it read for it."""
+        self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
         self._steady: dict[frozenset[str], bool] = {}
         """What was found out of leaves that fronts read."""
         self.is_known_random = False
@@ -155,6 +161,11 @@ class LoaderSource:
         return not self.is_steady and (self.is_known_random or bool(self.samples.drawn))
 
     @property
+    def loads_hits(self) -> bool:
+        """Whether hits are loaded as well, and compared."""
+        return self.is_steady or self.is_restless
+
+    @property
     def served(self) -> float:
         """Part of the samples of an epoch that are hits in the long run."""
         return self.draws.served if self.is_random else 1.0
@@ -207,11 +218,8 @@ class LoaderSource:
         task = batch.context.task
         if not self.samples.drawn or task.seed is None or self.is_known_random:
             return False
-        if batch.absent is not None or (batch.lengths, self.study.company) != (None, None):
+        if batch.absent is not None or not self._has_prints(batch, read):
             return False
-        leaves = [batch.leaves.get(path) for path in read]
-        if any(not is_rows(one, batch.size) or not getattr(one, "is_cpu", 0) for one in leaves):
-            return False  # nothing tells what the front read of them
         task = task.at(range(min(batch.size, _TRIED_SAMPLES)))
         tries = ([n + ahead for n in task.draws] for ahead in range(_TRIED_DRAWS + 1))
         loaded = (self.load(task._replace(draws=draws)) for draws in tries)
@@ -219,6 +227,17 @@ class LoaderSource:
         pairs = ((path, leaf, one.get(path)) for one in others for path, leaf in once.items())
         moved = {path for path, leaf, again in pairs if not same_values(leaf, again)}
         return bool(moved) and moved.isdisjoint(read)
+
+    def _has_prints(self, batch: Batch, read: frozenset[str]) -> bool:
+        leaves = [batch.leaves.get(path) for path in read]
+        return (batch.lengths, self.study.company) == (None, None) and all(
+            isinstance(one, Tensor) and is_rows(one, batch.size) and one.is_cpu for one in leaves
+        )
+
+    def why_not_compared(self, batch: Batch, read: frozenset[str]) -> str | None:
+        """Say so if its data change again and again, and nothing tells what the front reads."""
+        is_known = not self.is_restless or self._has_prints(batch, read)
+        return None if is_known else RESTLESS
 
     def unsettle(self) -> None:
         """A draw has changed what the front reads after all."""
@@ -450,8 +469,9 @@ class LoaderSource:
             "leaves": None if self.study.company is None else "loaded with each batch",
             "draws": "of what the front does not read" if self.is_steady else None,
         }
-        text, seed = str(self.fingerprint), self.seed
-        own = {"loader": self.name, "dataset": text, "augmentation_seed": seed}
+        # What is stored of data that change is of this run alone.
+        text = self._restless_as if self.is_restless else str(self.fingerprint)
+        own = {"loader": self.name, "dataset": text, "augmentation_seed": self.seed}
         return own | {key: value for key, value in some.items() if value is not None}
 
 

@@ -509,7 +509,7 @@ def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
     run.fit(model, run.loader(data, collate_fn=Labelling(model, False)), 5)
 
 
-@hostile
+@hostile(served=True)
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(("workers", "midway"), [(0, False), (2, False), (0, True)])
 def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers, midway):
