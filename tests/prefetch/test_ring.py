@@ -176,9 +176,7 @@ def test_padded_rows_are_gathered_as_long_as_their_batch(left):
 
 
 def test_longer_rows_ask_for_a_ring_that_is_longer_by_a_quarter():
-    ring = Ring(
-        {"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, {"a": (((0, False),), 0.0)}
-    )
+    ring = Ring({"a": torch.empty(1, 4, 3)}, 4, NUM_SAMPLES, CPU, {"a": (((0, False),), 0.0)})
     longer = ring.longer({"a": torch.empty(2, 8, 3)})
     assert longer is not None
     assert longer["a"].shape == (1, 10, 3)
