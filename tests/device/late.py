@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache import threads
 from egeria_cache.device import memory, streams
-from egeria_cache.prefetch import prefetcher
 from egeria_cache.skip.state import quiet
 from tests.device.backend import NAME
 
@@ -290,7 +289,6 @@ def late(order: str | int) -> Iterator[Late]:
         patch.setattr(streams, "_tried", {one: LateStreams(one, mode) for one in devices}.get)
         patch.setattr(memory, "_lanes", {})
         patch.setattr(memory, "_sources", streams.Held())
-        patch.setattr(prefetcher, "_held", streams.Held())
         patch.setattr(torch.accelerator, "synchronize", mode.drain)
         # Ours is a mode in the place of a device: it is not to be left out as those of loops are.
         patch.setattr(threads, "has_modes", lambda: False)
