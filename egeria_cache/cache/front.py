@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from egeria_cache.arguments import Gate
+from egeria_cache.arguments import Codec, Gate, Padding, names_known
 from egeria_cache.batch import unwrap
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.errors import BoundaryError
@@ -37,7 +37,12 @@ class FrozenFront(nn.Module):
         device: Where the front runs; that of the blocks by default.
         gate: As for `ActivationCache`; but a rank that tries out whether hits pay would make all
             others wait for it.
-        options: What `ActivationCache` takes besides.
+        limit: As for `ActivationCache`, like all that follow.
+        codec: How records are compressed.
+        ring_batches: How many mini-batches are read ahead.
+        audit_rate: Fraction of the hits that are recomputed and compared.
+        force_network: Use a network filesystem all the same.
+        padding: What the loop does with padding in the model's output.
 
     Raises:
         StoreError: The directory cannot be used.
@@ -48,14 +53,20 @@ class FrozenFront(nn.Module):
 
     anchor: Tensor
 
+    @names_known
     def __init__(
         self,
         blocks: Sequence[nn.Module],
         directory: str | Path | None = None,
         *,
         device: torch.device | str | None = None,
+        limit: int | str = "100GB",
+        codec: Codec = "auto",
+        ring_batches: int = 5,
+        audit_rate: float = 0.001,
         gate: Gate = "always",
-        **options: Any,
+        force_network: bool = False,
+        padding: Padding = "proved",
     ) -> None:
         super().__init__()
         # Blocks that lie on other ranks tell no device: this, found before them, does.
@@ -64,7 +75,11 @@ class FrozenFront(nn.Module):
         self.cache: ActivationCache | None = None
         """For this rank's loader; None where there is no directory."""
         if directory is not None:
-            self.cache = ActivationCache(self, directory, gate=gate, **options)
+            self.cache = ActivationCache(
+                self, directory, limit=limit, codec=codec, ring_batches=ring_batches,
+                audit_rate=audit_rate, gate=gate, force_network=force_network,
+                padding=padding,
+            )  # fmt: skip
 
     @property
     def depth(self) -> int:

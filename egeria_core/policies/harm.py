@@ -133,7 +133,7 @@ class HarmEstimate(Remembered):
         rates, losses = np.array([(m.rate, m.loss) for m in self._window()]).T
         slope, error = 0.0, math.inf
         if np.ptp(rates) > 0:
-            (slope, _), covariance = np.polyfit(rates, losses, 1, cov=True)
+            (slope, _), covariance = np.polyfit(rates - rates.mean(), losses, 1, cov=True)
             error = math.sqrt(covariance[0, 0])
         gain = max(0.0, error - slope) * remaining_rate
         # A loss that cannot be negative cannot fall by more than it is.

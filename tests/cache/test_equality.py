@@ -44,6 +44,16 @@ def test_a_full_hit_epoch_reads_the_dataset_for_its_checks_alone(tmp_path):
     assert more[4].num_loaded - one[4].num_loaded <= audited + 3 * 2 * 2
 
 
+def test_who_trains_and_evaluates_over_one_loader_is_served_in_both(tmp_path):
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
+        for number in range(6):
+            for images, _ in loader:
+                model.train(number % 2 == 0)(images)
+            cache.flush()
+        assert cache.stats().hits == 4 * 48  # the first evaluation proves its own cut
+
+
 def test_what_was_loaded_before_the_data_changed_is_not_stored_as_of_the_new(tmp_path):
     runs = []
     for gate in ("always", "never"):

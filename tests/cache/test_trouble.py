@@ -137,7 +137,7 @@ def test_arguments_out_of_range_are_value_errors(tmp_path, kwargs, match):
             lambda model: EgeriaLoader([1], bach_size=3),
             "EgeriaLoader has no option 'bach_size'.*'batch_size'",
         ),
-        (lambda model: FrozenFront([model], "cache", codek="raw"), "Cache has no .*'codec'"),
+        (lambda model: FrozenFront([model], codek="raw"), "FrozenFront has no .*'codec'"),
         (
             lambda model: FreezeController(model, sgd(model), total_stepps=3),
             "FreezeController has no option 'total_stepps'; did you mean 'total_steps'",

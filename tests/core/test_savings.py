@@ -142,6 +142,13 @@ def test_harm_is_the_share_times_what_is_left_to_gain() -> None:
     assert estimate.shares(1) == pytest.approx([0, 0, 2 / 3, 1])
 
 
+def test_a_rate_that_moved_by_its_last_bit_alone_bounds_nothing() -> None:
+    estimate = HarmEstimate()
+    for n in range(8):
+        estimate.observe(Movement(5 - n / 10, 10 + 2e-15 * (n == 7), (0.1,), (1.0,)))
+    assert estimate.gain(1.0) == pytest.approx(4.45), "not more than there is"
+
+
 def test_a_share_takes_the_error_with_which_it_was_read() -> None:
     estimate, parts = HarmEstimate(), ((0.03, 0.02), (0.01, 0.02))
     for n in range(24):

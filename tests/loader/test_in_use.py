@@ -4,19 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from egeria_cache import (
-    ActivationCache,
-    EgeriaError,
-    EgeriaLoader,
-    FrozenPrefix,
-)
+from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, FrozenPrefix
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
 
 # A loader that exists is attached to a cache, and stays the object that it was.

@@ -13,13 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egeria_cache
 from egeria_cache.skip.model.frozen import FrozenPrefix, tell_modes
-from tests.helpers.skip_harness import (
-    Harness,
-    assert_same,
-    assert_same_run,
-    freeze,
-    step,
-)
+from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step
 
 BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 

@@ -81,19 +81,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     prober = Prober(traced, repeats.last, plan)
     prober.run()
     if not plan.slots():
-        if plan.pinned and not plan.entered:
-            name = traced.call.layout.paths()[min(plan.pinned)]
-            raise BatchError(
-                f"the frozen front reads {name!r}, which holds no row for each sample of the batch;"
-                " put samples into rows in the collate_fn"
-            )
-        why = "nothing after it reads what it returns"
-        if plan.steps[-1].run:
-            why = (
-                "hooks of modules inside of it are called for every batch, so that it has to be "
-                "run; cut at a module inside of it (boundary='auto' does), or remove them"
-            )
-        raise BoundaryError.not_proved(plan.boundary, why)
+        raise _crosses_nothing(traced, plan)
     repeated = few[-1]
     other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
     check_trained(traced, plan, repeats.last if traced.grad else other_mode)
@@ -125,6 +113,23 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     rows = _check_replay(traced, prober, plan)
     plan.unread = _check_counted(traced, repeats, plan)
     return plan, rows
+
+
+def _crosses_nothing(traced: TracedBatch, plan: ReplayPlan) -> BatchError | BoundaryError:
+    """Say why there is nothing to store of a sample."""
+    if plan.pinned and not plan.entered:
+        name = traced.call.layout.paths()[min(plan.pinned)]
+        return BatchError(
+            f"the frozen front reads {name!r}, which holds no row for each sample of the batch; "
+            "put samples into rows in the collate_fn"
+        )
+    why = "nothing after it reads what it returns"
+    if plan.steps[-1].run:
+        why = (
+            "hooks of modules inside of it are called for every batch, so that it has to be "
+            "run; cut at a module inside of it (boundary='auto' does), or remove them"
+        )
+    return BoundaryError.not_proved(plan.boundary, why)
 
 
 def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
