@@ -1,21 +1,20 @@
 """Freeze controller: watches a training run and freezes the front layers that have converged.
 
 Policies of your own build on `egeria_core.policies`, rules for the learning rate on
-`egeria_core.learning_rate`.
+`egeria_core.rules`.
 """
 
 from __future__ import annotations
 
 from egeria_cache import BoundaryMoved
-from egeria_core.bootstrap import Bootstrap
 from egeria_core.config import ControllerConfig
 from egeria_core.controller import FreezeController
-from egeria_core.errors import EvaluatorError, LayerError, PolicyError
 from egeria_core.history import History
-from egeria_core.plasticity import sp_loss
-from egeria_core.policies import Policy, StaticPolicy
+from egeria_core.policies import Policy, PolicyError, StaticPolicy
+from egeria_core.reference import EvaluatorError, sp_loss
+from egeria_core.rules import Bootstrap
 from egeria_core.suggest import Suggestion, Trial, suggest_boundary
-from egeria_core.watch import Layer, find_layers
+from egeria_core.watch import Layer, LayerError, find_layers
 
 __all__ = [
     "Bootstrap",

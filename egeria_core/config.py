@@ -11,8 +11,7 @@ from typing import Literal
 
 from egeria_cache.arguments import check_choice
 from egeria_cache.device import runs_late
-from egeria_core.bootstrap import Bootstrap
-from egeria_core.learning_rate import UnfreezeRule
+from egeria_core.rules import Bootstrap, UnfreezeRule
 
 ReferenceKind = Literal["auto", "int8", "fp32"]
 EvaluatorKind = Literal["auto", "process", "inline"]

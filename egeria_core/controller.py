@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from egeria_cache import BoundaryMoved
+from egeria_cache import BoundaryMoved, FrozenPrefix
 from egeria_cache.arguments import names_known
-from egeria_core.bootstrap import Bootstrap, MeanLoss
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
-from egeria_core.errors import PolicyError
-from egeria_core.freezer import Freezer
 from egeria_core.history import History, Verdict
-from egeria_core.learning_rate import UnfreezeRule
-from egeria_core.policies import Policy, Reading, StaticPolicy, make_policy
+from egeria_core.policies import Policy, PolicyError, Reading, StaticPolicy, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
+from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
 from egeria_core.savings import MoveCost, Savings, Schedule
 from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Watched, can_be_read
 
@@ -139,7 +136,8 @@ class FreezeController:
         self._savings = Savings(
             self.optimizer, self._map, schedule, self._ranks, self.config.move_cost
         )
-        self._freezer = Freezer(self.model)
+        self._frozen: list[Tensor] = []
+        self._prefix = FrozenPrefix(model=self.model)
         self._untold: list[BoundaryMoved] = []
         self.num_frozen = 0
         """Number of frozen layers."""
@@ -338,7 +336,7 @@ class FreezeController:
         if frozen:
             self._freeze_to(frozen)
         else:
-            self._freezer.release()
+            self._release()
         self.num_frozen = frozen
         self._follow()
         event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
@@ -393,16 +391,30 @@ class FreezeController:
         return f"{what} by {type(self.policy).__name__}{why}"
 
     def _freeze_to(self, frozen: int) -> None:
+        """Have nothing move up to there; what is frozen already stays so.
+
+        No gradient is asked for, none is lying around (with a zero tensor there, momentum and
+        weight decay would still move the weight), and BatchNorm and Dropout are in inference mode
+        through every `model.train()`, also dropout in the code of a module around the boundary, as
+        far as it runs before it. The optimizer's parameter groups are never touched, so its state
+        and the learning-rate schedule go on as if nothing happened.
+        """
         boundary = self._map.boundaries[frozen - 1]
         self._warn_of_tied(boundary)
-        prefix = self._map.prefix(boundary)
-        self._freezer.freeze(
-            (self.model.get_parameter(name) for name in prefix.parameters),
-            (self.model.get_submodule(name) for name in prefix.modules),
-        )
-        self._freezer.freeze_around(
-            self.model.get_submodule(boundary), map(self.model.get_submodule, prefix.around)
-        )
+        prefix, module = self._map.prefix(boundary), self.model.get_submodule
+        for parameter in map(self.model.get_parameter, prefix.parameters):
+            if parameter.requires_grad:
+                self._frozen.append(parameter)
+                parameter.requires_grad, parameter.grad = False, None
+        self._prefix.extend(map(module, prefix.modules))
+        self._prefix.extend_around(module(boundary), map(module, prefix.around))
+
+    def _release(self) -> None:
+        """Make all of it trainable again and restore the modules' modes."""
+        for parameter in self._frozen:
+            parameter.requires_grad = True
+        self._frozen.clear()
+        self._prefix.release()
 
     def _warn_of_tied(self, boundary: str) -> None:
         """Say once which active weights stop training because they are tied to frozen ones."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from egeria_cache.skip import RandomState
+from egeria_cache.skip import RandomState, is_sharded
 from egeria_cache.tables import as_text
 from egeria_core.policies import StaticPolicy
-from egeria_core.ranks import is_sharded, plain_structure, unwrap
+from egeria_core.ranks import plain_structure, unwrap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,12 @@ from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns, seconds
 from egeria_core import sp_loss
 from egeria_core.reference import Call, Probe
-from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
-from egeria_core.reference.references import Reference, run_layer
+from egeria_core.reference.references import (
+    DynamicInt8Reference,
+    Reference,
+    StaticInt8Reference,
+    run_layer,
+)
 
 __all__ = ["reference_speeds"]
 

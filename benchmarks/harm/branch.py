@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from egeria_cache import FrozenPrefix
 from egeria_core import ControllerConfig, History
-from egeria_core.freezer import Freezer
-from egeria_core.learning_rate import MeanRate
+from egeria_core.rules import MeanRate
 from egeria_core.watch import LayerMap, MovementMeter, Watched
 
 from .tasks import Data, Task, make_data, make_model, make_optimizer
@@ -171,14 +171,15 @@ def run_plain(task: Task, seed: int) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def _frozen(trainer: Trainer, layers: LayerMap, depth: int) -> dict[str, float]:
-    freezer = Freezer(trainer.model)
     prefix = layers.prefix(layers.boundaries[depth - 1])
-    freezer.freeze(
-        (trainer.model.get_parameter(name) for name in prefix.parameters),
-        (trainer.model.get_submodule(name) for name in prefix.modules),
-    )
+    parameters = [trainer.model.get_parameter(name) for name in prefix.parameters]
+    frozen = FrozenPrefix(map(trainer.model.get_submodule, prefix.modules), model=trainer.model)
+    for parameter in parameters:
+        parameter.requires_grad, parameter.grad = False, None
     result = trainer.finish()
-    freezer.release()
+    for parameter in parameters:
+        parameter.requires_grad = True
+    frozen.release()
     return result
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from egeria_cache.skip import is_sharded
 from egeria_core.history import Verdict
-from egeria_core.ranks import global_sums, is_sharded, local_part
+from egeria_core.ranks import global_sums, local_part
 from egeria_core.watch import Meter, Watched
 
 __all__ = ["GradientMeter"]

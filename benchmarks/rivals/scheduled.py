@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from egeria_core.errors import PolicyError
+from egeria_core import PolicyError
 from egeria_core.policies import Measure, Reading
 
 __all__ = ["Scheduled"]

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
-from egeria_core.pipeline.engine import Engine, check_torch
+from egeria_core.pipeline.engine import Engine, check_torch, count_rows, route
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
-from egeria_core.pipeline.rows import count_rows, route
 from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import wire_of
 

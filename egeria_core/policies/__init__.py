@@ -1,7 +1,8 @@
-"""Freezing policies: pure state machines, one file each, with a method card in METHODS.md.
+"""Freezing policies: pure state machines, with a method card each in METHODS.md.
 
-`base` is all that a policy of a user's needs. `budget` freezes what `harm` predicts to be harmless,
-`plasticity` is the paper's Algorithm 1, `static` does as it is told. Nothing here knows of a model.
+`base` is all that a policy of a user's needs, and `StaticPolicy`, which does as it is told.
+`budget` freezes what it predicts to be harmless, `plasticity` is the paper's Algorithm 1. Nothing
+here knows of a model.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from egeria_core.config import ControllerConfig
-from egeria_core.learning_rate import parse_rule
-from egeria_core.policies.base import Measure, Policy, Prospect, Reading
-from egeria_core.policies.budget import BudgetPolicy
-from egeria_core.policies.harm import HarmEstimate, Movement
+from egeria_core.policies.base import Measure, Policy, PolicyError, Prospect, Reading, StaticPolicy
+from egeria_core.policies.budget import BudgetPolicy, HarmEstimate, Movement
 from egeria_core.policies.plasticity import PlasticityPolicy
-from egeria_core.policies.static import StaticPolicy
+from egeria_core.rules import parse_rule
 
 __all__ = [
     "BudgetPolicy",
@@ -23,6 +22,7 @@ __all__ = [
     "Movement",
     "PlasticityPolicy",
     "Policy",
+    "PolicyError",
     "Prospect",
     "Reading",
     "StaticPolicy",

@@ -6,9 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from egeria_core.learning_rate import TenfoldDrop, UnfreezeRule
 from egeria_core.policies.base import Measure, Reading
-from egeria_core.remembered import Remembered
+from egeria_core.rules import Remembered, TenfoldDrop, UnfreezeRule
 
 MIN_WINDOW = 3
 """Halving stops here: a line through two points fits anything."""

@@ -1,19 +1,27 @@
 """The paper's reference: a snapshot of the front layer, run beside the training, often in 8 bits.
 
-`tap` captures what a layer was called with, `snapshot` copies its modules and weights,
-`references` and `int8` make a reference of these, and `runner` reads the layer against it. An
-evaluator does that inline or in a process of its own (`evaluators`, `worker`, `wire`). Owns hooks
-on the model and one process; knows no policy.
+`capture` records what a layer was called with, and copies its modules and weights; `references`
+makes a reference of these, and reads the layer against it. An evaluator does that inline or in a
+process of its own (`evaluators`, `worker`). Owns hooks on the model and one process; knows no
+policy.
 """
 
+from egeria_core.reference.capture import (
+    Call,
+    Hook,
+    LayerTap,
+    Probe,
+    Weights,
+    copy_modules,
+    copy_weights,
+)
 from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, ProcessEvaluator
-from egeria_core.reference.runner import InputItem
-from egeria_core.reference.snapshot import Weights, copy_modules, copy_weights
-from egeria_core.reference.tap import Call, Hook, LayerTap, Probe
+from egeria_core.reference.references import EvaluatorError, InputItem, sp_loss
 
 __all__ = [
     "Call",
     "Evaluator",
+    "EvaluatorError",
     "Hook",
     "InlineEvaluator",
     "InputItem",
@@ -23,4 +31,5 @@ __all__ = [
     "Weights",
     "copy_modules",
     "copy_weights",
+    "sp_loss",
 ]

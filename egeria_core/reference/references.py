@@ -1,16 +1,80 @@
-"""A reference in single precision; those in 8-bit integers are made of it."""
+"""Reads the front layer against its reference: what an evaluator does, wherever it lives.
+
+A layer gets the reference that was asked for, or one in full precision where that cannot be had.
+References in 8-bit integers are had by post-training quantisation (section 4.1.3):
+`torch.ao.quantization` is deprecated but present and the fastest to build; its deprecation warnings
+are silenced here alone. How far a layer is from its reference, its plasticity, is `sp_loss`
+(section 4.2; Tung & Mori 2019, eq. 3-4).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from egeria_core.errors import EvaluatorError
-from egeria_core.reference.tap import Probe, first_activation, run_calls
+from egeria_cache import EgeriaError
+from egeria_cache.device import Event
+from egeria_core.config import ReferenceKind
+from egeria_core.history import Verdict
+from egeria_core.reference.capture import (
+    Call,
+    Probe,
+    Weights,
+    first_activation,
+    load_weights,
+    run_calls,
+)
+
+
+class EvaluatorError(EgeriaError):
+    """The reference could not be built, run or reached."""
+
+
+def sp_loss(train_act: Tensor, ref_act: Tensor) -> Tensor:
+    """Return the Similarity-Preserving distance of two activations (Tung & Mori 2019).
+
+    Args:
+        train_act: Training model's output, shape (B, ...), floating point.
+        ref_act: Reference output for the same samples in the same order, shape (B, ...);
+            trailing dims may differ from `train_act`.
+
+    Returns:
+        Scalar float32 in [0, 4/B]; 0 means identical pair-wise similarity. It depends on B (the
+        same noise reads lower in a larger batch), so compare readings of one batch size only.
+
+    Raises:
+        ValueError: Batch sizes differ, or B < 2 (one sample has no pairs).
+    """
+    if train_act.dim() < 1 or ref_act.dim() < 1 or train_act.shape[0] != ref_act.shape[0]:
+        raise ValueError(
+            "sp_loss compares the same samples: the batch sizes must be equal, got shapes "
+            f"{tuple(train_act.shape)} and {tuple(ref_act.shape)}"
+        )
+    batch = train_act.shape[0]
+    if batch < 2:
+        raise ValueError(f"sp_loss compares pairs of samples and needs at least 2, got {batch}")
+    difference = _similarity(train_act) - _similarity(ref_act)
+    return difference.square().sum() / batch**2
+
+
+def _similarity(act: Tensor) -> Tensor:
+    """Gram matrix of the flattened samples with rows of unit L2 norm, shape (B, B), float32.
+
+    Some public copies normalise the rows by L1 (`F.normalize(G, 1)` passes p=1): not this metric.
+    """
+    rows = act.detach().reshape(act.shape[0], -1).to(torch.float32)
+    return F.normalize(rows @ rows.T, p=2.0, dim=1)
 
 
 def cast(probe: Probe) -> Probe:
@@ -68,3 +132,228 @@ class Reference:
     def run(self, probe: Probe) -> Tensor:
         """Return the layer's activation for the probe's rows."""
         return run_layer(self._modules, probe)
+
+
+_ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
+"""The fastest first; where the processor does not add products of 8 bits in 32, its sums overflow,
+and the others leave a bit of room."""
+
+
+@contextmanager
+def quantization() -> Iterator[None]:
+    """Select the fastest engine that this build of PyTorch has, quietly, and put it back."""
+    before = torch.backends.quantized.engine
+    engines = torch.backends.quantized.supported_engines
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            known = _ENGINES if torch.cpu._is_vnni_supported() else _ENGINES[1:]
+            found = next((engine for engine in known if engine in engines), before)
+            torch.backends.quantized.engine = found
+            # The fast path of nn.TransformerEncoder reads float weights that are packed away.
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
+        finally:
+            torch.backends.quantized.engine = before
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+class DynamicInt8Reference(Reference):
+    """Linear layers in int8 per channel, activations quantised as they come: for transformers."""
+
+    name = "int8-dynamic"
+    costly = True
+
+    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
+        """Quantise copies of the modules.
+
+        Raises:
+            EvaluatorError: There is nothing in them to quantise.
+        """
+        with quantization(), torch.no_grad():
+            self._modules = self._quantised(copy.deepcopy(list(modules)), probe)
+        inner = (m for module in self._modules for m in module.modules())
+        if not any("quantized" in type(module).__module__ for module in inner):
+            raise EvaluatorError("nothing in the layer could be quantised")
+
+    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
+        """Return copies, or one module that does what they do one after another."""
+        from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
+
+        root = nn.ModuleList(modules)
+        quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
+        return list(root)
+
+    def run(self, probe: Probe) -> Tensor:
+        """Run the quantised copies."""
+        with quantization():
+            return run_layer(self._modules, replace(probe, calls=probe.calls[: len(self._modules)]))
+
+
+class StaticInt8Reference(DynamicInt8Reference):
+    """Weights and activations in int8, traced by FX and calibrated on the probe: for CNNs."""
+
+    name = "int8-static"
+
+    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
+        from torch.ao.quantization import get_default_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+        if not all(_is_sequential(number, call) for number, call in enumerate(probe.calls)):
+            raise EvaluatorError("its modules hand on more than one tensor to each other")
+        inputs = cast(probe).calls[0].args
+        mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
+        prepared = prepare_fx(nn.Sequential(*modules), mapping, inputs)
+        # The probe's rows are what the reference will be asked about: more data bring nothing.
+        prepared(*inputs)
+        return [convert_fx(prepared)]
+
+
+def _is_sequential(number: int, call: Call) -> bool:
+    """Whether a call gets one tensor alone, that which the call before has returned."""
+    wires = {0: (number - 1, ())} if number else {}
+    return call.wires == wires and len(call.args) == 1 and not call.kwargs
+
+
+INT8_PAYS_ABOVE = 2e9
+"""Floating-point operations of the layer's forward on the probe, some 20 ms of a CPU. An int8 build
+takes 0.1-3 s, which W such forwards must win back. Counted, not timed: runs must take the same."""
+MAX_NOISE = 1e-3
+"""SP between the reference and fp32 with the same weights, at any plasticity: past it the
+quantised layer is another layer (seen in working ones: 6e-8 to 6e-6)."""
+NOISE_SHARE = 0.1
+"""The noise must stay below this part of the plasticity that is read with it."""
+
+
+class ReferenceChain:
+    """The reference of one layer, and what to fall back on. Not thread-safe.
+
+    Args:
+        kind: What was asked for.
+    """
+
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._kind = kind
+        self.reference: Reference | None = None
+        """In use; None: not yet built."""
+        self.noise = 0.0
+        """SP between the reference and full precision with the same weights, at the last build."""
+        self.plasticity = math.inf
+        """What was read with it last, which its noise must not drown."""
+
+    def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
+        """Rebuild from the modules' present weights; return a line where it has fallen back.
+
+        Raises:
+            Exception: The layer cannot be run.
+        """
+        notes: list[str] = []
+        if self.reference is None:
+            self.reference = self._choose(modules, probe)
+            run_layer(modules, probe)  # a layer that cannot run here shows it now
+        if self.reference.costly:
+            try:
+                self._check(self.reference, modules, probe)
+            except Exception as error:  # quantisation tools fail in their own ways
+                why = f"{type(error).__name__}: {error}"
+                notes.append(f"{self.reference.name} reference not used: {why}")
+                self.reference, self.noise = Reference(), 0.0
+        if not self.reference.costly:
+            self.reference.build(modules, probe)
+        return notes
+
+    def _check(self, reference: Reference, modules: Sequence[nn.Module], probe: Probe) -> None:
+        """Build a reference and compare it with the layer."""
+        reference.build(modules, probe)
+        self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
+        if not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
+            raise ValueError(
+                f"self-check: SP to fp32 with the same weights is {self.noise:.2g}, the plasticity "
+                f"{self.plasticity:.2g}"
+            )
+
+    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> Reference:
+        """Return a reference of the kind that was asked for and suits the layer."""
+        cheap = self._kind == "auto" and _arithmetic(modules, probe) < INT8_PAYS_ABOVE
+        if self._kind == "fp32" or cheap:
+            return Reference()
+        inner = [m for module in modules for m in module.modules()]
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
+        return StaticInt8Reference() if convolves else DynamicInt8Reference()
+
+
+def _arithmetic(modules: Sequence[nn.Module], probe: Probe) -> int:
+    """Return the floating-point operations of a forward; that of a fused layer is taken apart."""
+    with quantization(), FlopCounterMode(display=False) as counted:
+        run_layer(modules, probe)
+    return int(counted.get_total_flops())
+
+
+@dataclass(slots=True)
+class InputItem:
+    """What the frontmost active layer was called with, and its weights after the step."""
+
+    step: int
+    layer: int
+    probe: Probe
+    judge: bool
+    """Whether there is a reference to read against."""
+    refresh: bool
+    """Whether `weights` become the reference after this reading."""
+    weights: Weights
+    modules: list[nn.Module] | None = None
+    """Structure of the layer; sent once, when the layer becomes the front."""
+    distance: Callable[[Tensor, Tensor], Tensor] = sp_loss
+    """Of the layer's activation and its reference's."""
+    ready: Event | None = None
+    """When what was copied from the device has arrived; None: it has."""
+
+    def arrive(self) -> None:
+        """Wait until all that was copied from the device is there."""
+        ready, self.ready = self.ready, None
+        if ready is not None:
+            ready.synchronize()
+
+
+class ReferenceRunner:
+    """Owns the reference of one layer at a time. Not thread-safe.
+
+    Args:
+        kind: What was asked for.
+    """
+
+    def __init__(self, kind: ReferenceKind) -> None:
+        self._kind = kind
+        self._chain = ReferenceChain(kind)
+        self._modules: list[nn.Module] = []
+        self._layer: int | None = None
+
+    def run(self, item: InputItem) -> Verdict:
+        """Run layer and reference on the probe, then refresh the reference if it is time.
+
+        Raises:
+            EvaluatorError: The layer's structure never arrived.
+            Exception: Whatever the layer's own code raises.
+        """
+        start = time.perf_counter()
+        if item.modules is not None:
+            self._modules, self._layer = item.modules, item.layer
+            self._chain = ReferenceChain(self._kind)
+        if item.layer != self._layer:
+            raise EvaluatorError(f"no structure was sent for layer {item.layer}")
+        load_weights(self._modules, item.weights)
+        verdict = Verdict(item.step, item.layer, None)
+        if item.judge:
+            reference = self._chain.reference
+            if reference is None:
+                raise EvaluatorError(f"layer {item.layer} has no reference yet")
+            theirs = reference.run(item.probe)
+            verdict.value = float(item.distance(run_layer(self._modules, item.probe), theirs))
+            verdict.reference, verdict.noise = reference.name, self._chain.noise
+            self._chain.plasticity = verdict.value
+        if item.refresh:
+            verdict.notes += self._chain.refresh(self._modules, item.probe)
+        verdict.costly = self._chain.reference is not None and self._chain.reference.costly
+        verdict.seconds = time.perf_counter() - start
+        return verdict

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 
 from egeria_core.config import ReferenceKind
-from egeria_core.reference.runner import ReferenceRunner
-from egeria_core.reference.wire import receive
+from egeria_core.reference.evaluators import receive
+from egeria_core.reference.references import ReferenceRunner
 
 
 class MainModule(ModuleType):

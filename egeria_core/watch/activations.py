@@ -9,22 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from egeria_cache.device import Event, Held, device_of, mark, runs_late, to_host
-from egeria_core.errors import EvaluatorError
+from egeria_core import reference
 from egeria_core.history import Verdict
-from egeria_core.plasticity import sp_loss
-from egeria_core.reference import (
-    Call,
-    Evaluator,
-    InlineEvaluator,
-    InputItem,
-    LayerTap,
-    Probe,
-    ProcessEvaluator,
-    Weights,
-    copy_modules,
-    copy_weights,
-)
-from egeria_core.watch.meter import Meter, Watched
+from egeria_core.watch.meters import Meter, Watched
 
 log = logging.getLogger("egeria")
 
@@ -42,13 +29,13 @@ class ActivationMeter(Meter):
     both in inference mode: Dropout's noise and batch statistics are no part of the reading.
     """
 
-    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(sp_loss)
+    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(reference.sp_loss)
     """Of the two activations; a function that can be pickled, for an evaluator in a process."""
 
     def __init__(self, watched: Watched) -> None:
         self._model, self._layers, self._every = watched.model, watched.layers, watched.every
         self._config, self._history = watched.config, watched.history
-        self._tap: LayerTap | None = None
+        self._tap: reference.LayerTap | None = None
         self._tapped: list[tuple[str, ...]] = []
         self._rows = PROBE_ROWS
         self._misses = self._short = self._drops = 0
@@ -58,14 +45,14 @@ class ActivationMeter(Meter):
         self.bind()
         # A process takes seconds to start; the bootstrapping stage is time enough.
         kind = self._config.evaluator_for(device_of(self._model).type)
-        make = ProcessEvaluator if kind == "process" else InlineEvaluator
-        self._evaluator: Evaluator | None = make(self._config.reference)
+        make = reference.ProcessEvaluator if kind == "process" else reference.InlineEvaluator
+        self._evaluator: reference.Evaluator | None = make(self._config.reference)
 
     def _forget_reference(self) -> None:
         self._layer: int | None = None
         self._refreshed_at: int | None = None
         self._costly = False
-        self._kept: tuple[Probe, Weights] | None = None
+        self._kept: tuple[reference.Probe, reference.Weights] | None = None
         self._kept_ready: Event | None = None
 
     def bind(self) -> None:
@@ -75,7 +62,7 @@ class ActivationMeter(Meter):
             if self._tap is not None:
                 self._tap.close()
             self._tapped = names
-            self._tap = LayerTap(self._model, names)
+            self._tap = reference.LayerTap(self._model, names)
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
@@ -103,8 +90,10 @@ class ActivationMeter(Meter):
             modules = self._modules(probe)
             if runs_late(device_of(self._model)):
                 probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
-            weights = copy_weights(modules)
-            item = InputItem(step, frozen, probe, judge, refresh, weights, distance=self.distance)
+            weights = reference.copy_weights(modules)
+            item = reference.InputItem(
+                step, frozen, probe, judge, refresh, weights, distance=self.distance
+            )
             item.modules = self._structure(modules) if new else None
             self._submit(item, mark(device_of(self._model)))
 
@@ -112,7 +101,7 @@ class ActivationMeter(Meter):
         """Return the reference's, in evaluations; 0: there is none."""
         return 0 if self._refreshed_at is None else (step - self._refreshed_at) // self._every
 
-    def _captured(self, step: int, frozen: int) -> Probe | None:
+    def _captured(self, step: int, frozen: int) -> reference.Probe | None:
         """Return what the hooks of the front layer have recorded."""
         if self._tap is None or self._evaluator is None or frozen >= len(self._tapped):
             return None
@@ -125,19 +114,19 @@ class ActivationMeter(Meter):
             self._misses = 0
         return probe
 
-    def _modules(self, probe: Probe) -> list[nn.Module]:
+    def _modules(self, probe: reference.Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
 
     def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
-        return [module.cpu() for module in copy_modules(modules)]
+        return [module.cpu() for module in reference.copy_modules(modules)]
 
-    def _submit(self, item: InputItem, ready: Event | None = None) -> None:
+    def _submit(self, item: reference.InputItem, ready: Event | None = None) -> None:
         item.ready = ready
         # A copy into memory that was given back, because the item was dropped, would hit others'.
         self._held.hold((item.probe, item.weights), ready)
         try:
             accepted = self._evaluator is not None and self._evaluator.submit(item)
-        except EvaluatorError as error:
+        except reference.EvaluatorError as error:
             self._lose(item.step, error)
             return
         if not accepted:
@@ -163,7 +152,7 @@ class ActivationMeter(Meter):
             )
             self._history.add("tap_silent", step, layer=frozen, boundary=name)
 
-    def _is_long_enough(self, probe: Probe, step: int) -> bool:
+    def _is_long_enough(self, probe: reference.Probe, step: int) -> bool:
         """Return whether the batch fills the probe; a few short ones in a row shrink the probe."""
         if probe.num_rows == self._rows:
             self._short = 0
@@ -180,7 +169,7 @@ class ActivationMeter(Meter):
         verdicts, self._undecided = self._undecided, []
         try:
             fresh = [] if self._evaluator is None else self._evaluator.poll(timeout_s)
-        except EvaluatorError as error:
+        except reference.EvaluatorError as error:
             self._lose(None, error)
             return verdicts
         for verdict in fresh:
@@ -225,7 +214,7 @@ class ActivationMeter(Meter):
         self._undecided = self.collect(timeout_s=30.0)
         if self._kept_ready is not None:
             self._kept_ready.synchronize()
-        probe, weights = self._kept or (Probe(), None)
+        probe, weights = self._kept or (reference.Probe(), None)
         return {
             "layer": self._layer,
             "refreshed_at": self._refreshed_at,
@@ -244,11 +233,13 @@ class ActivationMeter(Meter):
         self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
         if state["layer"] is None or state["weights"] is None:
             return
-        calls, rows = [Call(*call) for call in state["calls"]], state["probe_rows"]
-        probe = Probe(calls, rows, rows)
+        calls, rows = [reference.Call(*call) for call in state["calls"]], state["probe_rows"]
+        probe = reference.Probe(calls, rows, rows)
         modules = self._structure(self._modules(probe))
         step, weights = state["refreshed_at"], state["weights"]
-        self._submit(InputItem(step, state["layer"], probe, False, True, weights, modules))
+        self._submit(
+            reference.InputItem(step, state["layer"], probe, False, True, weights, modules)
+        )
         self._costly = state["costly"]
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from egeria_cache import EgeriaError
 from egeria_cache.skip import blocks, differs_in_training, holds_stage
-from egeria_core.errors import LayerError
 
 DEFAULT_NUM_LAYERS = 7
 """What the paper uses for ResNet-56; more layers freeze in finer steps but each needs its own
@@ -27,6 +27,10 @@ SMALL = 0.1
 LIGHT = 0.05
 """A layer with less than this part of the forward's arithmetic joins the next one: to freeze it
 saves nothing, and an embedding alone does half of the harm that freezing does (measured)."""
+
+
+class LayerError(EgeriaError):
+    """The model offers no layers that could be frozen one after another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from egeria_core.reference import (
     copy_modules,
     copy_weights,
 )
-from egeria_core.reference.wire import send
+from egeria_core.reference.evaluators import send
 from egeria_core.reference.worker import MainModule, serve
 from tests.helpers.core_nets import mlp
 

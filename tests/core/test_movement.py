@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from egeria_core import ControllerConfig, History
 from egeria_core.watch import Watched
 from egeria_core.watch.forward import LayerMap
-from egeria_core.watch.movement import MovementMeter, bare_optimizer
+from egeria_core.watch.meters import MovementMeter, bare_optimizer
 
 
 class Tokens(nn.Module):

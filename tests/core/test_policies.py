@@ -12,8 +12,8 @@ import torch
 from egeria_cache import BoundaryError
 from egeria_core import Bootstrap, ControllerConfig, Policy, StaticPolicy, sp_loss
 from egeria_core.config import guideline_interval
-from egeria_core.learning_rate import TenfoldDrop
 from egeria_core.policies import PlasticityPolicy, Reading, make_policy
+from egeria_core.rules import TenfoldDrop
 
 
 def feed(

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from egeria_core import sp_loss
 from egeria_core.config import ReferenceKind
 from egeria_core.reference import LayerTap, Probe
-from egeria_core.reference.int8 import DynamicInt8Reference, StaticInt8Reference
-from egeria_core.reference.references import Reference, run_layer
-from egeria_core.reference.runner import ReferenceChain
-from egeria_core.reference.snapshot import copy_modules, copy_weights
-from egeria_core.reference.tap import first_activation
+from egeria_core.reference.capture import copy_modules, copy_weights, first_activation
+from egeria_core.reference.references import (
+    DynamicInt8Reference,
+    Reference,
+    ReferenceChain,
+    StaticInt8Reference,
+    run_layer,
+)
 from egeria_core.watch import LayerMap
 from tests.helpers.core_nets import FAMILIES, family_batch, mlp
 

@@ -23,7 +23,7 @@ from egeria_core import (
     PolicyError,
     StaticPolicy,
 )
-from egeria_core.reference.runner import ReferenceRunner
+from egeria_core.reference.references import ReferenceRunner
 from tests.helpers.core_nets import FAMILIES, ResNet, family_batch
 from tests.helpers.steps import take_step
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from egeria_core import FreezeController, Policy, StaticPolicy
 from egeria_core.policies import HarmEstimate, Measure, Movement, Reading
-from egeria_core.savings.savings import BACKWARD_SHARE, saved_parts
+from egeria_core.savings import BACKWARD_SHARE, saved_parts
 from egeria_core.watch.forward import ForwardTrace, LayerMap
 from tests.helpers.core_nets import ResNet, mlp, train
 

@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from egeria_core.learning_rate import MeanRate
-from egeria_core.savings.schedule import Schedule, find_length
+from egeria_core.rules import MeanRate
+from egeria_core.savings import Schedule, find_length
 
 TOTAL = 60
 SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {

@@ -21,7 +21,7 @@ TASK = "image-classification"
 def moves_pay(monkeypatch):
     """So short a run is not worth a move, and hardly learns."""
     monkeypatch.setattr("egeria_core.savings.MoveCost.pays", property(lambda payoff: True))
-    monkeypatch.setattr("egeria_core.bootstrap.Bootstrap._has_fallen", lambda self, smooth: True)
+    monkeypatch.setattr("egeria_core.rules.Bootstrap._has_fallen", lambda self, smooth: True)
 
 
 def arguments(data, output, *more):
@@ -42,9 +42,9 @@ def test_a_killed_run_goes_on_to_the_same_losses(tmp_path):
     killed = arguments(data, tmp_path / "parts")
     script = (
         "import os, signal, sys, torch, train, training.log\n"
-        "import egeria_core.bootstrap, egeria_core.savings\n"
+        "import egeria_core.rules, egeria_core.savings\n"
         "egeria_core.savings.MoveCost.pays = property(lambda payoff: True)\n"
-        "egeria_core.bootstrap.Bootstrap._has_fallen = lambda self, smooth: True\n"
+        "egeria_core.rules.Bootstrap._has_fallen = lambda self, smooth: True\n"
         "torch.set_num_threads(1)\n"
         "add_loss = training.log.RunLog.add_loss\n"
         "def dying(self, step, loss):\n"

@@ -258,7 +258,7 @@ MUTATIONS = {
     ),
     # The evaluator does not wait for the weights it is given.
     "weights judged before they came": (
-        evaluator_property, [("egeria_core.reference.runner.InputItem", "arrive", nothing)]
+        evaluator_property, [("egeria_core.reference.references.InputItem", "arrive", nothing)]
     ),
 }  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""Measures how far each layer moves in an optimizer step, and what that brings: two numbers each.
+"""What a meter is: it watches training steps and gives verdicts; a policy may bring its own.
 
-At one optimizer step one layer is looked at: its parameters are copied before the step and
-compared after it, d = theta' - theta. So d holds whatever the optimizer did (momentum, decay,
-adaptive rates, orthogonalised updates), and gradients are read as the optimizer gets them: summed
-over micro-batches, reduced over ranks, clipped, unscaled. No more than a copy of that one layer and
-of its gradient, into which some optimizers write, is held; between two steps nothing.
+`MovementMeter` measures how far each layer moves in an optimizer step, and what that brings: two
+numbers each. At one optimizer step one layer is looked at: its parameters are copied before the
+step and compared after it, d = theta' - theta. So d holds whatever the optimizer did (momentum,
+decay, adaptive rates, orthogonalised updates), and gradients are read as the optimizer gets them:
+summed over micro-batches, reduced over ranks, clipped, unscaled. No more than a copy of that one
+layer and of its gradient, into which some optimizers write, is held; between two steps nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +14,90 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from egeria_core.bootstrap import MeanLoss
-from egeria_core.history import Verdict
-from egeria_core.learning_rate import MeanRate
-from egeria_core.ranks import global_sums, is_sharded, local_part
-from egeria_core.watch.meter import Meter, Watched
+from egeria_cache.skip import is_sharded
+from egeria_core.config import ControllerConfig
+from egeria_core.history import History, Verdict
+from egeria_core.ranks import global_sums, local_part
+from egeria_core.rules import MeanLoss, MeanRate
+from egeria_core.watch.forward import LayerMap
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """All that a meter is made of."""
+
+    model: nn.Module
+    """The bare model."""
+    optimizer: torch.optim.Optimizer
+    layers: LayerMap
+    every: int
+    """Training steps between two evaluations."""
+    config: ControllerConfig
+    history: History
+    """Refreshes, drops and fallbacks are written here."""
+
+
+class Meter:
+    """Watches nothing, and has a rhythm: `prepare` before the forward of an evaluation step,
+    `measure` after its optimizer step, `collect` whenever the controller wants verdicts.
+
+    For the training thread alone.
+    """
+
+    per_layer: bool = False
+    """Whether every rank measures its part of each layer; else one rank measures the front."""
+
+    @classmethod
+    def make_meter(cls, watched: Watched) -> Meter:
+        """Return the meter of one run."""
+        return cls(watched)
+
+    def __init__(self, watched: Watched) -> None:
+        """Take what is watched."""
+
+    def bind(self) -> None:
+        """The layers are known, or have changed."""
+
+    def note(self, loss: Tensor | float | None) -> None:
+        """Take the training loss of each step, where the user gave it."""
+
+    def prepare(self, frozen: int) -> None:
+        """The next forward belongs to an evaluation step."""
+
+    def measure(self, step: int, frozen: int) -> None:
+        """Look at the step that has just been taken."""
+
+    def collect(self) -> list[Verdict]:
+        """Return verdicts, oldest first."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later verdicts depend on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+
+    def close(self) -> None:
+        """Take off hooks and stop threads; idempotent."""
+
+
+@runtime_checkable
+class BringsMeter(Protocol):
+    """A policy that measures in its own way; its `measure` is "own"."""
+
+    per_layer: bool
+    """Whether every rank measures its part of each layer; else one rank measures the front."""
+
+    def make_meter(self, watched: Watched) -> Meter:
+        """Return the meter of one run; called once."""
+
 
 log = logging.getLogger("egeria")
 

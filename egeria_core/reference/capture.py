@@ -1,14 +1,16 @@
-"""Captures what went into the frontmost active layer, on evaluation steps only.
+"""Captures the frontmost active layer: what went into it, its structure, and its weights.
 
-The hooks are registered once, before anyone compiles the model (a hook added afterwards never
-fires), and do nothing until armed. Hooks of frozen layers stay inert: on a batch that comes from
-the activation cache they would see placeholders without data.
+Arguments are captured on evaluation steps only. The hooks are registered once, before anyone
+compiles the model (a hook added afterwards never fires), and do nothing until armed. Hooks of
+frozen layers stay inert: on a batch that comes from the activation cache they would see
+placeholders without data.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -23,6 +25,10 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.hooks import RemovableHandle
+
+from egeria_cache import FrozenPrefix
+from egeria_cache.device import runs_late, to_host
+from egeria_core.ranks import plain_structure
 
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
 # would attend to every token twice. Training never reads one.
@@ -258,3 +264,44 @@ def _key(entry: Any) -> Any:
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     raise TypeError(f"cannot follow {entry!r} into a module's output")
+
+
+Weights = list[dict[str, Tensor]]
+"""Parameters and buffers (persistent or not) of each module, by name."""
+
+
+def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return copies in inference mode, without gradients or hooks, on their device."""
+    # Buffers are copied by operators of tensors: storages are copied by none that every device has.
+    buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
+    with plain_structure(modules):
+        copies = copy.deepcopy(list(modules), {id(buffer): buffer.clone() for buffer in buffers})
+    for module in copies:
+        FrozenPrefix.thaw(module)
+        module.eval().requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.grad = None
+    return copies
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def copy_weights(modules: Sequence[nn.Module]) -> Weights:
+    """Return the modules' weights as they are now, on the host.
+
+    From an accelerator the copies are only started where it has pinned memory and streams: wait for
+    a `mark` of the device before reading them.
+    """
+    return [{name: to_host(tensor) for name, tensor in _tensors(module)} for module in modules]
+
+
+@torch.no_grad()
+def load_weights(modules: Sequence[nn.Module], weights: Weights) -> None:
+    """Write `copy_weights` back into modules of the same structure."""
+    for module, values in zip(modules, weights, strict=True):
+        for name, tensor in _tensors(module):
+            tensor.copy_(values[name])

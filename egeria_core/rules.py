@@ -1,0 +1,237 @@
+"""The rules of a run: when freezing may begin, and when frozen layers are trained again.
+
+No layer may freeze while the loss still falls fast (section 3): networks have a critical period at
+the start of training, and what is frozen then stays bad.
+
+Step decay has the paper's rule: unfreeze once the learning rate is a tenth of what it was at the
+frontmost freeze. For cosine and cyclical schedules the paper leaves the rule to the user;
+`WarmRestart` is a ready one, and any object with the three methods of `UnfreezeRule` will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class Remembered:
+    """Whose state is the attributes that its class names, of JSON types or of this kind too."""
+
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes; their leading underscore is not part of the state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that later answers depend on."""
+        values = {name.lstrip("_"): getattr(self, name) for name in self.remembers}
+        return {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in values.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        for name in self.remembers:
+            value = state[name.lstrip("_")]
+            own = getattr(self, name)
+            if hasattr(own, "load_state_dict"):
+                own.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+class MeanLoss:
+    """Mean of the training losses since it was last taken; these are summed where they lie.
+
+    Reading each would make the host wait for the device on every step.
+    """
+
+    def __init__(self, total: Tensor | float = 0.0, count: int = 0) -> None:
+        self._total, self.count = total, count
+
+    def add(self, loss: Tensor | float) -> None:
+        """Take the loss of one step, a scalar."""
+        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
+        self._total, self.count = self._total + value, self.count + 1
+
+    def take(self) -> float:
+        """Return the mean, and begin anew."""
+        total, count = self.state()
+        self._total, self.count = 0.0, 0
+        return total / count
+
+    def state(self) -> tuple[float, int]:
+        """Return sum and number of the losses, as the constructor takes them."""
+        return float(self._total), self.count
+
+
+class Bootstrap(Remembered):
+    """Ends when the smoothed training loss changes by less than `change` between two looks.
+
+    Args:
+        change: Relative change that ends the stage; the paper's "permissively set" 10 %.
+        smoothing: Looks averaged into one value. Single batches differ by more than 10 % from
+            each other at any stage of training, in either direction.
+        share: Part of the schedule that lies between two looks, where its length is known. Looks
+            a few steps apart differ by less than 10 % from the start, whatever there is to learn.
+        fall: The smoothed loss must be below its first value by this part. A loss that has not
+            begun to fall changes as little as one that has settled. None: not asked for.
+    """
+
+    remembers = ("done", "_recent", "_previous", "_first")
+
+    def __init__(
+        self,
+        change: float = 0.1,
+        smoothing: int = 3,
+        *,
+        share: float = 0.025,
+        fall: float | None = 0.2,
+    ) -> None:
+        if change <= 0 or smoothing < 1:
+            raise ValueError(f"change and smoothing must be positive, got {change}, {smoothing}")
+        if not 0 <= share < 1 or not 0 <= (fall or 0) < 1:
+            raise ValueError(f"share and fall must lie in [0, 1), got {share} and {fall}")
+        self.change, self.share, self.fall = change, share, fall
+        self.done = False
+        self._smoothing = smoothing
+        self._recent: list[float] = []
+        self._previous: float | None = None
+        self._first: float | None = None
+
+    def interval(self, every: int, total_steps: int | None) -> int:
+        """Return the steps between two looks: a multiple of `every`, at least `share`."""
+        apart = self.share * (total_steps or 0)
+        return every * max(1, math.ceil(apart / every))
+
+    def observe(self, loss: float) -> bool:
+        """Take the mean loss since the last look; return whether the stage is over."""
+        if self.done:
+            return True
+        if self._first is None and math.isfinite(loss):
+            self._first = loss
+        self._recent = [*self._recent, loss][-self._smoothing :]
+        if len(self._recent) < self._smoothing:
+            return False
+        smooth = sum(self._recent) / len(self._recent)
+        previous, self._previous = self._previous, smooth
+        # NaN and infinity compare false: a diverging run stays in its critical period.
+        if previous is not None and abs(smooth - previous) < self.change * abs(previous):
+            self.done = self._has_fallen(smooth)
+        return self.done
+
+    def _has_fallen(self, smooth: float) -> bool:
+        if self.fall is None or self._first is None:
+            return True
+        return smooth <= self._first - self.fall * abs(self._first)
+
+
+class MeanRate:
+    """The learning rate of an optimizer's groups, each weighed by its number of scalars.
+
+    Args:
+        optimizer: What its groups hold is counted again when one gets a parameter.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._counts: list[int] = []
+        self._sizes: list[int] = []
+
+    def __call__(self, groups: Sequence[dict[str, Any]] | None = None) -> float:
+        """Return it as it is now; of other groups, with the sizes of these."""
+        own = self._optimizer.param_groups
+        counts = [len(group["params"]) for group in own]
+        if counts != self._counts:
+            self._counts = counts
+            self._sizes = [sum(p.numel() for p in group["params"]) for group in own]
+        rates = [float(group["lr"]) for group in groups or own]
+        total = sum(size * rate for size, rate in zip(self._sizes, rates, strict=True))
+        return total / max(1, sum(self._sizes))
+
+
+@runtime_checkable
+class UnfreezeRule(Protocol):
+    """Decides, from step and learning rates, when everything frozen is trained again."""
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Answer for one training step; called on every step, frozen layers or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later answers depend on, of JSON types."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+
+
+class TenfoldDrop(Remembered):
+    """Unfreeze when every group's rate has fallen to `factor` of what it was at the first freeze.
+
+    The reference point is the freeze of the *frontmost* layer (section 4.2.2): later freezes do
+    not move it, an unfreeze clears it.
+    """
+
+    remembers = ("_at_freeze",)
+
+    def __init__(self, factor: float = 0.1) -> None:
+        if not 0 < factor < 1:
+            raise ValueError(f"factor must lie between 0 and 1, got {factor}")
+        self.factor = factor
+        self._at_freeze: list[float] | None = None
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Compare with the rates at the frontmost freeze."""
+        if frozen == 0 or self._at_freeze is None or len(self._at_freeze) != len(lr):
+            # The layer freezes after this answer: the rate of the last step without frozen
+            # layers is the rate at the freeze, even if it drops before the next step.
+            self._at_freeze = list(lr)
+            return False
+        # A group that had no rate at the freeze (still warming up) has no drop to measure.
+        ratios = [now / then for now, then in zip(lr, self._at_freeze, strict=True) if then > 0]
+        # 0.1 * 0.1 is 0.010000000000000002: without the slack the drop would be missed.
+        return bool(ratios) and max(ratios) <= self.factor * (1 + 1e-6)
+
+
+class WarmRestart(Remembered):
+    """Unfreeze when the rate jumps up: `rise` times the lowest rate since the last restart.
+
+    For `CosineAnnealingWarmRestarts` and cyclical schedules. The slow rise of a triangular cycle
+    counts once, when it has risen that far.
+    """
+
+    remembers = ("_lowest", "_falling")
+
+    def __init__(self, rise: float = 2.0) -> None:
+        if rise <= 1:
+            raise ValueError(f"rise must be above 1, got {rise}")
+        self.rise = rise
+        self._lowest: float | None = None
+        self._falling = False
+
+    def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
+        """Follow the largest rate of all groups."""
+        now = max(lr)
+        if self._lowest is None or now <= self._lowest:
+            # Warm-up at the start of training only rises; a restart needs a fall before it.
+            self._falling = self._falling or (self._lowest is not None and now < self._lowest)
+            self._lowest = now
+            return False
+        if self._falling and now >= self.rise * self._lowest:
+            self._falling, self._lowest = False, now
+            return frozen > 0
+        if not self._falling:
+            self._lowest = now
+        return False
+
+
+def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:
+    """Return the rule itself, or the one that a short name stands for."""
+    if not isinstance(rule, str):
+        return rule
+    known: dict[str, type[UnfreezeRule]]
+    known = {"tenfold_drop": TenfoldDrop, "warm_restart": WarmRestart}
+    if rule not in known:
+        raise ValueError(f"unknown unfreeze rule {rule!r}; known: {', '.join(sorted(known))}")
+    return known[rule]()
