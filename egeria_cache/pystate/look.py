@@ -17,7 +17,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from threading import local
@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import LIBRARIES, is_installed, kind_name
 from egeria_cache.pystate import prints as content
-from egeria_cache.pystate.bytecode import code_text, names_in, texts_in
+from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
 from egeria_cache.pystate.content import digest
 from egeria_cache.pystate.foreign import (
     ATOMS,
@@ -69,10 +69,12 @@ from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, hol
 _ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 22, sketches=True)
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
-_NO_OBJECTS = (
-    Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *LEADS
-)  # fmt: skip
 _SHOWN = (*BUFFERS, local, *LEADS)
+_NO_OBJECTS = (
+    Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *_SHOWN
+)  # fmt: skip
+_FOLLOWED = ("torch.utils.data", "typing", "abc", "collections.abc")
+"""Whose classes call no method of a user's data set but those that Python names."""
 _DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
 """Kinds of which most of a data set's objects are."""
 
@@ -114,8 +116,10 @@ class Portrait(Snapshot):
         self._is_thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._paths: dict[int, str] = {}
+        self._codes = list[types.CodeType]()
         self._names = set[str]()
         """In the code that was met."""
+        self._data_sets: list[tuple[str, Any]] = []
         self._within_reach: dict[int, bool] = {}
         """Whether what has this id was reached by way of code, and belongs to no data set."""
         self._is_told = self._was_brief = False
@@ -124,6 +128,7 @@ class Portrait(Snapshot):
                 self._within_reach[id(value)] = name != "data set"
                 self._walk(pending := deque([(name, value)]))
                 self.is_whole &= not pending
+        self._doubt_unnamed()
         self.tells_all = thorough or (self.is_whole and not self._was_brief)
         """Whether a thorough one would have the same prints."""
 
@@ -181,11 +186,13 @@ class Portrait(Snapshot):
         is_set |= isinstance(value, Dataset)
         is_trained = isinstance(value, nn.Module) and not is_frozen(value)
         if within and is_object and not is_set and not callable(value):
-            held, named = own_attributes(value), self._named_of(type(value))
+            held, named = own_attributes(value), _named(self._names, [type(value)])
             unnamed = (f"{path}.{name}" for name in held if name not in named)
             self.doubtful.update(unnamed if held else (path,))
         if is_trained:
             self.doubtful.add(path)
+        if is_set and is_object:
+            self._data_sets.append((path, value))
         below: list[tuple[str, Any]] = []
         own = _own_fingerprint(value) if is_set else None
         if own is not None:
@@ -206,14 +213,25 @@ class Portrait(Snapshot):
             self._within_reach.setdefault(id(part), is_within)
             yield at, part
 
-    def _named_of(self, kind: type) -> set[str]:
-        """Return the names in the code that was met, and in methods of a class that it names."""
-        parts = (part for base in kind.__mro__[::-1] for part in vars(base).items())
-        own = {name: getattr(part, "fget", part) for name, part in parts}
-        named, codes = set(self._names), {n: getattr(f, "__code__", None) for n, f in own.items()}
-        while run := [code for name in named & codes.keys() if (code := codes.pop(name))]:
-            named.update(*(names_in(code).all for code in run))
-        return named
+    def _doubt_unnamed(self) -> None:
+        """Doubt what data sets of the user's own hold, and no code names that loading may run: the
+        number of an epoch that a loop sets, say.
+        """
+        held = {type(value) for _, value in self._data_sets}
+        kinds = [kind for kind in held if issubclass(kind, Dataset) or not is_installed(kind)]
+        if not all(_is_followed(base) for kind in kinds for base in kind.__mro__) or any(
+            names_in(code).whole for code in self._codes if not is_installed_code(code)
+        ):
+            return
+        methods = _methods(kinds)
+        ids = {id(code) for codes in methods.values() for code in codes}
+        run = {name for name in methods if name.startswith("__") and name != "__init__"}
+        others = (code for code in self._codes if id(code) not in ids)
+        named = _named(run.union(*(names_in(code).all for code in others)), kinds)
+        for path, value in self._data_sets:
+            if not is_installed(type(value)):
+                unnamed = own_attributes(value).keys() - named
+                self.doubtful.update(f"{path}.{name}" for name in unnamed)
 
     def _keep(self, place: Place) -> list[tuple[str, Any]]:
         """Note what the place holds by name; return what else it holds."""
@@ -292,6 +310,7 @@ class Portrait(Snapshot):
                 self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
         elif isinstance(value, types.FunctionType):
             number, settings = _look_at_code(value.__code__)
+            self._codes.append(value.__code__)
             self._names.update(names_in(value.__code__).all)
             self._note(path, number)
             for name in settings:
@@ -351,6 +370,28 @@ class Portrait(Snapshot):
                 self._note(path, digest(state_of(value)))
             else:
                 self._note(path, str(id(value)))
+
+
+def _methods(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
+    """Return the code of classes' methods and properties, by name."""
+    found = dict[str, list[types.CodeType]]()
+    for name, part in (part for kind in kinds for b in kind.__mro__ for part in vars(b).items()):
+        code = getattr(getattr(part, "fget", part), "__code__", None)
+        if code is not None:
+            found.setdefault(name, []).append(code)
+    return found
+
+
+def _named(names: AbstractSet[str], kinds: Iterable[type]) -> set[str]:
+    """Return names, and those in the methods of classes that are named so."""
+    named, left = {*names}, _methods(kinds)
+    while called := named & left.keys():
+        named.update(n for name in called for code in left.pop(name) for n in names_in(code).all)
+    return named
+
+
+def _is_followed(kind: type) -> bool:
+    return not is_installed(kind) or kind.__module__.startswith(_FOLLOWED)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -120,6 +120,9 @@ class Pairs(Dataset):
     def __len__(self) -> int:
         return len(self.x)
 
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
     def __getitem__(self, index):
         x = self.x[index]
         return (x if self.transform is None else self.transform(x)), self.y[index]

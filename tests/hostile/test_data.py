@@ -464,6 +464,12 @@ def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make):
     trained(run, data=make(), epochs=4, shuffle=True)
 
 
+@hostile(silent=True)
+def test_an_epoch_that_a_data_set_is_told_and_does_not_read_changes_nothing(run):
+    data = Pairs()
+    trained(run, data=data, epochs=4, each_epoch=lambda model, epoch: data.set_epoch(epoch))
+
+
 class Labelled(Pairs):
     """Labels its samples by a model."""
 

@@ -76,7 +76,10 @@ class Rare(Dataset):
     def __getitem__(self, index):
         self.num_loaded += 1
         self.opened = self.opened or threading.Lock()
-        return torch.tensor(float(index))
+        return torch.tensor(float(index)) if index != 777 else self.seldom()
+
+    def seldom(self):
+        return self.decides
 
 
 @dataclass
@@ -248,8 +251,8 @@ CHANGES = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypatch):
     class Changing(Rare):
-        def helper(self):
-            return LEVEL.by + LEVEL.padded()
+        def seldom(self):
+            return LEVEL.by + LEVEL.padded(), self.text, self.many, self.files
 
     data = Changing(Scale(1))
     data.text = io.StringIO()
