@@ -431,7 +431,8 @@ class LoaderSource:
         if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
             return (
                 f"{leaf} is not the same when it is loaded again under the same seed; draw random "
-                "numbers in the data set itself, from the global state of torch, numpy or random"
+                "numbers in the data set itself, from the global state of torch, numpy or random, "
+                "and change data before a pass, not between loading a batch and calling the model"
             )
         how = ""
         if isinstance(once, Tensor) and isinstance(again, Tensor):
