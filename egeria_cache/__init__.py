@@ -9,13 +9,13 @@ for images, targets in loader:
 from __future__ import annotations
 
 from egeria_cache.augment import FeatureAugment
-from egeria_cache.batch import sample_seed
 from egeria_cache.cache import ActivationCache, FrozenFront
 from egeria_cache.errors import BoundaryError, EgeriaError, ForeignError, StoreError
 from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats
 from egeria_cache.integrations import attach, keep_through_accelerate
 from egeria_cache.loader import EgeriaLoader, ShardAffineSampler
+from egeria_cache.samples import sample_seed
 from egeria_cache.skip import FrozenPrefix
 from egeria_cache.store import ActivationStore
 from egeria_cache.version import __version__

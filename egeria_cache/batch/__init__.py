@@ -5,8 +5,8 @@ and never reads an activation; whoever made the batch gave it a way to do so.
 
 `batch.py` is a batch and its parts, taken apart into leaves with a row per sample, and what they
 held; `tensor.py` holds the tensors that know their samples, loaded or not, `chain.py` the
-operations that they record, `trial.py` which those are, `selection.py` the operations that take
-rows; `padding.py` says how they were padded, `seeds.py` names samples.
+operations that they record, those that take rows too, `trial.py` which those are; `padding.py` says
+how they were padded.
 """
 
 from egeria_cache.batch.batch import (
@@ -14,6 +14,7 @@ from egeria_cache.batch.batch import (
     Entry,
     PartEntry,
     Rows,
+    SampleId,
     Structure,
     at_rows,
     counting,
@@ -31,7 +32,6 @@ from egeria_cache.batch.batch import (
 )
 from egeria_cache.batch.chain import Fold
 from egeria_cache.batch.padding import Axis, Lengths, Padding
-from egeria_cache.batch.seeds import SampleId, sample_seed
 from egeria_cache.batch.tensor import (
     AbsentTensor,
     BatchTensor,
@@ -43,35 +43,8 @@ from egeria_cache.batch.tensor import (
 )
 
 __all__ = [
-    "AbsentTensor",
-    "Axis",
-    "Batch",
-    "BatchTensor",
-    "Entry",
-    "Fold",
-    "Lengths",
-    "Padding",
-    "PartEntry",
-    "Rows",
-    "SampleId",
-    "Structure",
-    "at_rows",
-    "batch_tensors",
-    "counting",
-    "flatten",
-    "forget_lost",
-    "geometry",
-    "interleaved",
-    "is_dense",
-    "is_faithful",
-    "is_rows",
-    "lost_by",
-    "merge_rows",
-    "overlap",
-    "own_containers",
-    "row_meta",
-    "sample_seed",
-    "take_rows",
-    "unwrap",
-    "without_data",
-]
+    "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Lengths", "Padding",
+    "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting", "flatten",
+    "forget_lost", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows", "lost_by",
+    "merge_rows", "overlap", "own_containers", "row_meta", "take_rows", "unwrap", "without_data",
+]  # fmt: skip

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from egeria_cache.batch.padding import Lengths
-from egeria_cache.batch.seeds import SampleId
 from egeria_cache.device import uploaded
 from egeria_cache.pystate import own_attributes
 
+SampleId = int | str | tuple  # type: ignore[type-arg]
+"""What identifies a sample: an int, a string, or a (nested) tuple of them."""
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
 

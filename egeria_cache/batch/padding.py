@@ -98,6 +98,11 @@ class Lengths:
     whole: tuple[int, ...]
     """Of the batch, shape (axes,)."""
 
+    @property
+    def are_tight(self) -> bool:
+        """Whether the batch is as long as its longest samples."""
+        return tuple(self.own.max(0).tolist()) == self.whole
+
     def select(self, rows: npt.NDArray[np.int64]) -> Lengths:
         """Return those of some rows; they stay as wide as they are."""
         return Lengths(self.padding, self.own[rows], self.whole)

@@ -26,8 +26,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch.batch import Batch, Rows, Vouched, merge_rows, own_containers, take_rows
-from egeria_cache.batch.chain import PLAIN, Fold, Leaf, Op, Raw, Slot, derived, name_of
-from egeria_cache.batch.selection import selected_rows
+from egeria_cache.batch.chain import (
+    PLAIN,
+    Fold,
+    Leaf,
+    Op,
+    Raw,
+    Slot,
+    derived,
+    name_of,
+    selected_rows,
+)
 from egeria_cache.batch.trial import Found, operation
 from egeria_cache.device import LEAF_FLAGS, located, uploaded
 from egeria_cache.threads import has_other_operations, outside_inference_mode, without_modes

@@ -4,8 +4,7 @@ Owns the look-ahead of a pass and its inner DataLoader with its workers. It neve
 never sees the model: what may be served it asks of the cache.
 """
 
-from egeria_cache.loader.loader import EgeriaLoader
-from egeria_cache.loader.rebuilt import original_of
+from egeria_cache.loader.loader import EgeriaLoader, original_of
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.loader.takeover import take_over
 

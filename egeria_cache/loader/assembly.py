@@ -21,6 +21,7 @@ from egeria_cache.batch import (
     PartEntry,
     Rows,
     Structure,
+    at_rows,
     flatten,
     forget_lost,
     is_dense,
@@ -34,9 +35,8 @@ from egeria_cache.batch import (
 )
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
-from egeria_cache.loader.together import Found, find, load_own
 from egeria_cache.prefetch import PRINT
-from egeria_cache.samples import BatchContext, Loaded, LoaderSource, Task, row_prints
+from egeria_cache.samples import BatchContext, Found, Loaded, LoaderSource, Task, row_prints
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderApi
@@ -242,7 +242,7 @@ class Assembly:
         if not self._is_understood(structure, data, leaves, len(plan.task.ids)):
             return data
         source.yields(leaves.values())
-        found = find(source, plan.task, loaded, leaves)
+        found = study.find(plan.task, loaded, leaves)
         if found.is_new:
             cache.padding_found(source.key)
         padding, entry = study.padding, plan.entry
@@ -276,11 +276,10 @@ class Assembly:
         if padding is None:
             return None
         lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
-        longest = tuple(lengths.own.max(0).tolist())
-        if longest == lengths.whole:
+        if lengths.are_tight:
             return lengths
         raise EgeriaError(
-            f"a batch is {lengths.whole} long where its longest samples are {longest}: the "
+            f"a batch is {lengths.whole} long, and its longest samples {lengths.own.max(0)}: the "
             "collate_fn cuts samples, packs them, or pads them to another length",
         )
 
@@ -366,7 +365,7 @@ class Assembly:
         load_rows = partial(_load_rows, self.cache, source, task, lengths)
         if found is not None:
             task, stores = task.at(found.order), stores and not is_read
-            load_rows = partial(load_own, source, task, lengths, tuple(leaves))
+            load_rows = partial(_load_own, source, task, lengths, tuple(leaves))
             if entry is not None and found.order != list(range(size)):
                 entering = PartEntry(entry, entry.load, np.array(found.order))
         return Batch(
@@ -402,6 +401,22 @@ def _load_rows(
         cache.counters.counts.refetched += int(rows.sum())
     leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
     return leaves if lengths is None else lengths.widened(leaves)
+
+
+def _load_own(
+    source: LoaderSource,
+    task: Task,
+    lengths: Lengths | None,
+    paths: tuple[str, ...],
+    rows: np.ndarray,
+) -> Mapping[str, Any]:
+    """Load some samples again, in the order in which they stand in the batch."""
+    loaded = source.measure(task.take(rows))
+    assert loaded.places is not None
+    leaves = flatten(loaded.data, int(rows.sum()))[1]
+    back = np.argsort(loaded.places.order)
+    again = {path: at_rows(leaves[path], back) for path in paths}
+    return again if lengths is None else lengths.widened(again)
 
 
 def _why(error: Exception) -> str:

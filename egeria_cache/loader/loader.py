@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sized
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -24,7 +24,6 @@ from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
-from egeria_cache.loader.rebuilt import note
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.samples import (
     DEFAULT_REUSE,
@@ -46,6 +45,8 @@ _ARGUMENTS = (
 )  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 """Those of them that a batch sampler replaces."""
+_LOADERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Those that are served, or seed their samples, by key: the latest last."""
 MAX_CHANGES = 3
 """Passes in a row that find another data set; then samples are loaded in each, and compared."""
 
@@ -166,7 +167,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._assembly = Assembly(self.source)
         self._is_prepared = False
         if not self._is_uncached and self.seed is not None:
-            note(self)
+            _LOADERS[self.source.key] = self
 
     def _own_options(self) -> dict[str, Any]:
         """Return the arguments that `DataLoader` does not have, except for the cache."""
@@ -368,3 +369,19 @@ def _check_sized(dataset: Any) -> None:
             f"EgeriaLoader with a cache needs a dataset with a length, to know which samples will "
             f"come; {type(dataset).__name__} has no __len__. Give it one, or leave cache=None"
         ) from None
+
+
+def original_of(batch_sampler: Any, dataset: Any, collate_fn: Any) -> Any:
+    """Return the `EgeriaLoader` that another is made from, told by its parts; None if none.
+
+    A library that shards or skips batches makes a new `DataLoader` of a loader's data set, its
+    options and a batch sampler that wraps the loader's own.
+    """
+    while batch_sampler is not None:
+        for loader in reversed([*_LOADERS.values()]):
+            if loader.batch_sampler is not batch_sampler or loader.dataset is not dataset:
+                continue
+            if loader.collate_fn is collate_fn:
+                return loader
+        batch_sampler = getattr(batch_sampler, "batch_sampler", None)
+    return None

@@ -1,21 +1,56 @@
-"""How a collate function pads, found from the function itself: samples collated together and alone.
+"""What a collate function does, found by calling it: padding, order, company.
 
-A batch may then be put together again from stored rows: each padded to the longest of the batch, on
-the same side, with the same value. What cannot be told like this is not padding.
+Samples are collated together and alone. A batch that was padded may be put together again from
+stored rows: each padded to the longest of the batch, on the same side, with the same value. What
+cannot be told like this is not padding.
+
+A collate function may also sort its samples, or give leaves that no sample has as its own: labels
+that are shifted behind the padding, a tokenizer's objects, negatives drawn from the batch. What the
+front reads may be each sample's own all the same. Such a batch is loaded as DataLoader loads it;
+each sample is collated alone as well, which shows where it stands and which leaves are its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from egeria_cache.batch import Axis, Padding, is_rows
-from egeria_cache.ragged import Dims, blank
-from egeria_cache.samples.content import same_values
+from egeria_cache import batch
+from egeria_cache.attempt import Attempt
+from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_rows
+from egeria_cache.errors import EgeriaError
+from egeria_cache.pystate import tensor_print
+from egeria_cache.ragged import Dims, blank, inside
+
+if TYPE_CHECKING:
+    from egeria_cache.samples.loading import Loaded, Task
+
+
+def same_values(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, to the bit where they are tensors, NaNs included."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return tensor_print(left, sys.maxsize) == tensor_print(right, sys.maxsize)
+    return type(left) is type(right) and bool(left == right)
+
+
+def row_prints(leaves: Sequence[Tensor]) -> Tensor:
+    """Return a print of each row of some dense tensors on the host: int64, shape (B, 1)."""
+    flat = (batch.unwrap(leaf).detach().contiguous().reshape(len(leaf), -1) for leaf in leaves)
+    rows = [one.view(torch.uint8).numpy() for one in flat]
+    prints = np.zeros((len(rows[0]), 1), np.uint64)
+    for row in range(len(prints)):
+        for leaf in rows:
+            prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
+    return torch.from_numpy(prints.view(np.int64))
 
 
 class Places(NamedTuple):
@@ -31,6 +66,20 @@ class Places(NamedTuple):
 
 NOWHERE = Places([], frozenset())
 """They are still to be looked for."""
+
+
+class Found(NamedTuple):
+    """What a batch that was loaded whole consists of."""
+
+    order: list[int]
+    """Which of the planned samples stands in each row."""
+    own: dict[str, Tensor]
+    """Leaves in which each row is a sample as it is alone, padded perhaps."""
+    mixed: dict[str, Any]
+    """The others."""
+    lengths: Lengths | None
+    is_new: bool
+    """Whether less is known of such batches than was believed: what is stored is void."""
 
 
 def find_padding(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> Padding | None:
@@ -77,22 +126,22 @@ def find_places(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]])
         there = {path for path, pair in rows.items() if _is_own(*pair, order)} if order else set()
         if order and len(there) > len(own):
             best, own = order, there
-    made = {path for path in rows.keys() - own if _is_as_large(*rows[path])}
+    made = set[str]()
+    for path in rows.keys() - own:
+        whole, singles = rows[path]
+        shapes = [getattr(leaf, "shape", (1,))[1:] for leaf in (whole, *singles)]
+        if len(set(shapes)) == 1:
+            made.add(path)
     return Places(best, frozenset(together.keys() - own), frozenset(made))
-
-
-def _is_as_large(whole: Any, rows: Sequence[Any]) -> bool:
-    return all(getattr(row, "shape", (1,))[1:] == getattr(whole, "shape", (1,))[1:] for row in rows)
 
 
 def _is_own(whole: Any, rows: Sequence[Any], order: Sequence[int]) -> bool:
     """Whether each row is the sample that stands there in this order, padded perhaps."""
     values = [rows[i][0] for i in order]
-    if not isinstance(whole, Tensor) or not all(isinstance(value, Tensor) for value in values):
-        return all(map(same_values, whole, values))
-    if all(value.shape == whole.shape[1:] for value in values):
-        return all(map(same_values, whole, values))
-    return _of_leaf(whole, values) is not None
+    are_tensors = all(isinstance(value, Tensor) for value in (whole, *values))
+    if are_tensors and any(value.shape != whole.shape[1:] for value in values):
+        return _of_leaf(whole, values) is not None
+    return all(map(same_values, whole, values))
 
 
 def _order(whole: Any, rows: Sequence[Any]) -> list[int] | None:
@@ -114,10 +163,8 @@ def _stands(row: Any, value: Any) -> bool:
         return same_values(row, value)
     if row.dim() != value.dim() or any(map(int.__lt__, row.shape, value.shape)):
         return False
-    return any(
-        same_values(_row(row, tuple((d, left) for d in range(row.dim())), value.shape), value)
-        for left in (False, True)
-    )
+    sides = (tuple((dim, left) for dim in range(row.dim())) for left in (False, True))
+    return any(same_values(inside(row, dims, value.shape), value) for dims in sides)
 
 
 def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
@@ -149,8 +196,8 @@ def differing_leaf(
                 continue
             assert other is not None
             known, here = other[0], row
-            if isinstance(known, Tensor) and isinstance(row, Tensor):
-                here = _row(row, dims, known.shape) if row.dim() == known.dim() else row
+            if isinstance(known, Tensor) and isinstance(row, Tensor) and row.dim() == known.dim():
+                here = inside(row, dims, [known.shape[dim] for dim, _ in dims])
             if not same_values(here, known):
                 return path
     return None
@@ -168,29 +215,133 @@ def _of_leaf(whole: Tensor, rows: Sequence[Tensor]) -> tuple[Dims, Any] | None:
     own = sizes[:, ragged].numpy()
     for sides in itertools.product((False, True), repeat=len(ragged)):
         dims = tuple(zip(ragged, sides, strict=True))
-        value = next(_outside(whole, dims, own), None)
-        if value is None:
+        is_sample = blank(torch.ones_like(whole, dtype=torch.bool), dims, own, False)
+        padding = whole[~is_sample]
+        if not len(padding) or not same_values(padding, padding[:1].expand_as(padding)):
             continue
-        again = blank(whole, dims, own, value)
-        if same_values(again, whole) and all(
-            same_values(_row(part, dims, row.shape), row)
-            for part, row in zip(whole, rows, strict=True)
-        ):
-            return dims, value
+        parts = (inside(*one) for one in zip(whole, itertools.repeat(dims), own.tolist()))
+        if all(map(same_values, parts, rows)):
+            return dims, padding[0].item()
     return None
 
 
-def _outside(whole: Tensor, dims: Dims, own: Any) -> Iterator[Any]:
-    """Yield what stands in the padding of the first row that has some."""
-    for row, sizes in zip(whole, own.tolist(), strict=True):
-        for (dim, left), size in zip(dims, sizes, strict=True):
-            rest = row.shape[dim] - size
-            if rest and row.numel():
-                yield row.narrow(dim, 0 if left else size, rest).flatten()[0].item()
+class Study:
+    """What is known of one collate function so far.
 
+    Args:
+        load: Loads and collates the samples of each task, as if there were no other.
+    """
 
-def _row(part: Tensor, dims: Dims, shape: Sequence[int]) -> Tensor:
-    for dim, left in dims:
-        start = part.shape[dim] - shape[dim] if left else 0
-        part = part.narrow(dim, start, shape[dim])
-    return part
+    def __init__(self, load: Callable[[Sequence[Task]], list[Any]]) -> None:
+        self.padding: Padding | None = None
+        """How it pads, as far as has been seen."""
+        self.why_not: str | None = None
+        """Why its padding cannot be undone."""
+        self.company: str | None = None
+        """Why a sample's leaves are not all its own: its batches are then loaded as they are, hits
+        and misses together, and only the front's work is spared."""
+        self.mixed: frozenset[str] = frozenset()
+        """Those leaves: nothing vouches for them."""
+        self.made: frozenset[str] = frozenset()
+        """Those of them that are made from company, labels say, and are no padding."""
+        self._load = load
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._before: Task | None = None
+        """A sample of the batch that was studied last: alone, no sample shows padding."""
+        self.last_alone: tuple[Task, list[dict[str, Any]]] | None = None
+        """The batch that was studied last, and each of its samples collated alone."""
+
+    def leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
+        """Return the leaves of a batch of some samples of a task: bool, shape (B,)."""
+        return flatten(self._load([task.take(rows)])[0], int(rows.sum()))[1]
+
+    def alone(self, task: Task, row: int) -> dict[str, Any]:
+        """Return the leaves of one sample, collated alone."""
+        last, leaves = self.last_alone or (None, [])
+        if last is not None and (last.ids, last.draws) == (task.ids, task.draws):
+            return leaves[row]
+        return self.leaves(task, np.arange(len(task.ids)) == row)
+
+    def load_together(self, why: str) -> None:
+        """Load whole batches from now on: the leaves of a sample depend on its company."""
+        self.company = why
+        self.padding = self.why_not = None
+        self._kinds.clear()
+        self._before = None
+
+    def each_alone(self, task: Task) -> list[dict[str, Any]]:
+        """Return the leaves of each sample of a task, collated alone."""
+        each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
+        return [flatten(loaded, 1)[1] for loaded in self._load(each)]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Along which every sample has to be measured when it is loaded."""
+        return () if self.padding is None else self.padding.axes
+
+    def look_for_padding(self, task: Task, leaves: Mapping[str, Any]) -> bool:
+        """Find out how a loaded batch was padded, if batches of its shape are new.
+
+        Every sample of it is loaded again and collated alone. What the collate function draws or
+        raises then is no news: whether its samples can be cached at all is told later, with the
+        reason (`why_not_cacheable`).
+
+        Returns:
+            Whether more is padded than was known: what was stored before must not be served.
+        """
+        if task.indices is None:
+            return False
+        leaves = {path: leaf for path, leaf in leaves.items() if path not in self.mixed}
+        dense = {p: leaf for p, leaf in leaves.items() if batch.is_dense(leaf) and leaf.dim()}
+        known = self.padding or Padding((), {})
+        kind = tuple((path, *known.row_meta(path, leaf).shape) for path, leaf in dense.items())
+        if kind in self._kinds or self.why_not is not None:
+            return False
+        self._kinds.add(kind)
+        found = None
+        with Attempt():
+            if len(task.ids) == 1 and self._before is not None:
+                task = task.behind(self._before)
+                leaves = self.leaves(task, np.ones(2, bool))
+            self._before = task.at([0])
+            alone = self.each_alone(task)
+            if self.company is not None:
+                alone = [alone[i] for i in find_places(leaves, alone).order]
+            self.last_alone = task, alone
+            found = find_padding(leaves, alone)
+        if found is None:
+            return False
+        axes, values = {*known.axes, *found.axes}, {**known.values, **found.values}
+        if len({(axis.leaf, axis.dim) for axis in axes}) < len(axes) or not all(
+            same_values(known.values[path], values[path]) for path in known.values
+        ):
+            self.why_not = "its collate_fn pads in one way in one batch, and in another later"
+            return False
+        self.padding = Padding(tuple(sorted(axes)), values)
+        return axes != set(known.axes)
+
+    def find(self, task: Task, loaded: Loaded, leaves: dict[str, Any]) -> Found:
+        """Find the samples of a batch in it that was loaded whole.
+
+        Raises:
+            EgeriaError: No leaf is the samples' own.
+        """
+        places, alone = loaded.places, None
+        if places is None:
+            alone = self.each_alone(task)
+            places = find_places(leaves, alone)
+        is_new = not places.mixed <= self.mixed
+        self.mixed, self.made = self.mixed | places.mixed, self.made | places.made
+        own = {p: v for p, v in leaves.items() if p not in self.mixed and isinstance(v, Tensor)}
+        is_new |= bool(own) and self.look_for_padding(task, own)
+        lengths = None
+        if own and self.why_not is None and self.padding is not None:
+            measured = loaded.lengths
+            if measured is None or alone is not None or loaded.axes != self.axes:
+                alone = alone or self.each_alone(task)
+                measured = np.array([own_lengths(self.axes, alone[i]) for i in places.order])
+            lengths = Lengths(self.padding, measured, self.padding.sizes(own))
+        if not own or self.why_not or (lengths is not None and not lengths.are_tight):
+            raise EgeriaError(self.why_not or self.company or "")
+        mixed = {path: leaf for path, leaf in leaves.items() if path not in own}
+        return Found(places.order, own, mixed, lengths, is_new)

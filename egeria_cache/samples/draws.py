@@ -1,8 +1,10 @@
-"""Which random draw of a sample an epoch uses. Pure.
+"""Which random draw of a sample an epoch uses, and its seed. Pure.
 
-A draw is a number: with the run's seed and the sample's ID it decides all that is random in the
-sample, and it is part of the name under which its activation is stored. A draw that took another's
-place has another number, so that no activation of an old one can be served for it.
+A sample's augmentation depends on (seed, sample ID, draw) and on nothing else: not on the worker
+that loads it, the number of workers, the order of the epoch, or a resume. That is what makes an
+activation cacheable at all: the same key must always mean the same input. A draw is a number: it is
+part of the seed, and of the name under which the sample's activation is stored. A draw that took
+another's place has another number, so that no activation of an old one can be served for it.
 
 Drawing anew in every epoch leaves nothing to serve; one draw for ever is no augmentation. Between
 them a draw is used for some epochs and then replaced, each sample in a turn of its own, so that
@@ -12,6 +14,7 @@ samples, Lee et al., USENIX ATC 2021, which keep what the first transforms gave,
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from egeria_cache.batch import SampleId, sample_seed
+from egeria_cache.batch import SampleId
 
 DEFAULT_REUSE = 4
 """Epochs: docs/augmentation.md has the figures."""
@@ -27,6 +30,21 @@ NO_DRAW = (1 << 32) - 1
 """A number that no draw ever has."""
 _GOLDEN, _PHASE, _CHOICE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 _MASK = (1 << 64) - 1
+
+
+def sample_seed(seed: int, sample_id: SampleId, draw: int = 0) -> int:
+    """Return the 64-bit seed of one sample's random augmentation.
+
+    Args:
+        seed: The run's augmentation seed.
+        sample_id: Int, string, or tuple of them. `1` and `"1"` are different samples.
+        draw: Number of the sample's random draw (see `EgeriaLoader`).
+
+    Returns:
+        An int in [0, 2**64), the same on every machine and in every process.
+    """
+    text = f"{seed}|{draw}|{sample_id!r}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

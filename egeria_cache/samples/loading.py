@@ -8,25 +8,28 @@ plain DataLoader; only the global random generators that are drawn from are seed
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Axis, SampleId, flatten, sample_seed
+from egeria_cache.batch import Axis, SampleId, flatten
 from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import NOWHERE, Places, differing_leaf, find_places, own_lengths
 from egeria_cache.samples.company import Company, Told
-from egeria_cache.samples.counters import deciding, kept_of, unmoved
+from egeria_cache.samples.draws import sample_seed
 from egeria_cache.samples.fingerprint import Look, describe, look
-from egeria_cache.samples.generators import GENERATORS, preserved
+from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
 from egeria_cache.threads import in_turns
 
 
@@ -61,6 +64,15 @@ class Task(NamedTuple):
         """Return the task of loading the masked rows again: bool, shape (B,)."""
         assert self.indices is not None
         return self.at(np.flatnonzero(rows).tolist())._replace(seeds_all=True)
+
+    def behind(self, other: Task) -> Task:
+        """Return the task of another's samples, and these behind them."""
+        assert self.indices is not None
+        return self._replace(
+            indices=[*(other.indices or ()), *self.indices],
+            ids=[*other.ids, *self.ids],
+            draws=[*other.draws, *self.draws],
+        )
 
     def at(self, rows: Sequence[int]) -> Task:
         """Return the task of the samples at some positions."""
@@ -113,13 +125,16 @@ class SampleLoader:
         self._num_undrawn = 0
         self.company = Company()
 
+    @property
+    def _roots(self) -> dict[str, Any]:
+        return {"data set": self.dataset, "collate_fn": self.collate}
+
     @contextmanager
     def out_of_turn(self, kept: Snapshot | None = None) -> Iterator[Snapshot]:
         """Load what training does not ask for now: what loading moves is put back, as `kept`, and
         the random generators, for the collate function may draw.
         """
-        roots = {"data set": self.dataset, "collate_fn": self.collate}
-        with preserved() if kept is None else nullcontext(), unmoved(roots, kept) as now:
+        with preserved() if kept is None else nullcontext(), unmoved(self._roots, kept) as now:
             yield now
 
     def answer(self, task: Task) -> Any:
@@ -135,7 +150,7 @@ class SampleLoader:
 
     def _moving(self, task: Task) -> Look:
         """Describe samples, what loading them moves, and whether that decides what they are."""
-        roots = {"data set": self.dataset, "collate_fn": self.collate}
+        roots = self._roots
         kept, before = kept_of(roots), task.before
         if not isinstance(before, Portrait) or before.has_moved():
             before = Portrait(roots, thorough=False)
@@ -191,18 +206,18 @@ class SampleLoader:
         """Note which of the watched generators were drawn from, and put them back."""
         moved = False
         for name, state in before.items():
-            if state is not None and GENERATORS[name].look() != state:
+            if GENERATORS[name].look() != state:
                 GENERATORS[name].put_back(state)
                 self.drawn, moved = self.drawn | {name}, True
         return moved
 
     def _load_seeded(self, task: Task, watched: Mapping[str, Any], transforms: list[Any]) -> Any:
         assert task.indices is not None
-        seeded = {name: g for name, g in GENERATORS.items() if watched.get(name) is None}
+        seeded = {name: g for name, g in GENERATORS.items() if name not in watched}
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:
             return self._get(task.indices)
-        saved = [g.save() for g in generators] if get_worker_info() is None else []
+        saved = [g.look() for g in generators] if get_worker_info() is None else []
         samples: list[Any] = []
         try:
             for index, sample_id, draw in zip(task.indices, task.ids, task.draws, strict=True):
@@ -222,7 +237,7 @@ class SampleLoader:
                 samples += found
         finally:
             for generator, state in zip(generators, saved, strict=False):
-                generator.restore(state)
+                generator.put_back(state)
             for transform in transforms:  # whatever was drawn: it is the same data set as before
                 transform.set_random_seed(task.seed & 0xFFFFFFFF)  # type: ignore[operator]
         return samples
@@ -291,8 +306,9 @@ class CollateLoaded:
             told = company.ask_samples(axes, samples)
         is_known = places is None and told is not None
         rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
-        alone = self._alone(samples, rows)
-        turned = self._turned(samples, [*alone]) if places is None else None
+        alone = dict(zip(rows, self._again(samples, [[row] for row in rows]), strict=False))
+        # In reverse, so that others are the first.
+        turned = self._again(samples, [[*alone][::-1]] if alone and places is None else [])
         compared = time.thread_time()
         data = self.collate(list(samples))
         collated = time.thread_time()
@@ -306,33 +322,22 @@ class CollateLoaded:
             company.compared(len(rows), time.thread_time() - collated + compared - began)
         return found
 
-    def _alone(self, samples: list[Any], rows: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the leaves of some samples, each collated alone; none if one cannot be."""
-        found: dict[int, dict[str, Any]] = {}
-        if not rows:
-            return found
+    def _again(self, samples: list[Any], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Return the leaves of groups of samples, each collated alone; none if one cannot be."""
+        found = []
         with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
-            for row in rows:
-                leaves = flatten(self.collate([copy.deepcopy(samples[row])]), 1)[1]
-                found[row] = {path: _own(leaf) for path, leaf in leaves.items()}
-        return found if tried.error is None else {}
-
-    def _turned(self, samples: list[Any], rows: Sequence[int]) -> dict[str, Any] | None:
-        """Return the leaves of some samples collated in reverse, so that others are the first."""
-        if not rows:
-            return None
-        with Attempt(), preserved(), unmoved({"collate_fn": self.collate}):
-            some = [copy.deepcopy(samples[row]) for row in reversed(rows)]
-            leaves = flatten(self.collate(some), len(some))[1]
-            return {path: _own(leaf) for path, leaf in leaves.items()}
-        return None
+            for rows in groups:
+                some = [copy.deepcopy(samples[row]) for row in rows]
+                leaves = flatten(self.collate(some), len(some))[1].items()
+                found.append({p: v.clone() if isinstance(v, Tensor) else v for p, v in leaves})
+        return found if tried.error is None else []
 
     def _compared(
         self,
         loaded: Loaded,
         data: Any,
         alone: dict[int, dict[str, Any]],
-        turned: dict[str, Any] | None,
+        turned: list[dict[str, Any]],
         company: Company,
         told: Told | None,
     ) -> Loaded:
@@ -351,9 +356,9 @@ class CollateLoaded:
             alone = {row: alone[i] for row, i in enumerate(places.order)}
         else:
             differs = differing_leaf(axes, together, alone, size)
-            if differs is None and turned is not None:
-                backwards = dict(enumerate(reversed(alone.values())))
-                differs = differing_leaf(axes, turned, backwards, len(alone))
+            backwards = dict(enumerate(reversed(alone.values())))
+            for again in turned if differs is None else ():
+                differs = differing_leaf(axes, again, backwards, len(alone))
         own = {row: own_lengths(axes, one) for row, one in alone.items()}
         if axes and places is None and told is not None:
             told = told | company.ask_masks(axes, leaves)
@@ -365,25 +370,14 @@ class CollateLoaded:
         return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
 
 
-def _own(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-class SeededWorkerInit:
-    """Shows the user's `worker_init_fn` the user's own dataset in `get_worker_info()`."""
-
-    def __init__(self, worker_init: Callable[[int], None] | None) -> None:
-        """Wrap `worker_init`."""
-        self.worker_init = worker_init
-
-    def __call__(self, worker_id: int) -> None:
-        """Initialise this worker."""
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, SeededDataset):
-            # WorkerInfo refuses plain assignment.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.worker_init is not None:
-            self.worker_init(worker_id)
+def _init_worker(worker_init: Callable[[int], None] | None, worker_id: int) -> None:
+    """Show the user's `worker_init_fn` the user's own data set in `get_worker_info()`."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SeededDataset):
+        # WorkerInfo refuses plain assignment.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+    if worker_init is not None:
+        worker_init(worker_id)
 
 
 def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader[Loaded]:
@@ -394,7 +388,7 @@ def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader
         tasks: An iterable of tasks.
         options: DataLoader's others.
     """
-    init = SeededWorkerInit(options.pop("worker_init_fn", None))
+    init = partial(_init_worker, options.pop("worker_init_fn", None))
     with warnings.catch_warnings():
         # Its advice on the arguments was given when the user's own loader was made.
         warnings.simplefilter("ignore")
@@ -405,3 +399,49 @@ def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader
             worker_init_fn=init,
             **options,
         )
+
+
+class SideWorker:
+    """Answers tasks one by one in one DataLoader worker, started with the first: samples that are
+    asked for out of turn, for checks, audits and repairs.
+
+    Where a loader has workers, no sample is ever loaded in the training process: a file or a
+    database that the data set opens lazily would then be shared by the workers that are forked
+    later, offset and all, and some data sets work in a worker alone.
+    """
+
+    def __init__(self, samples: SampleLoader, options: Mapping[str, Any]) -> None:
+        """Load by `samples`.
+
+        Args:
+            samples: The data set and the collate function.
+            options: DataLoader's `timeout`, `worker_init_fn` and `multiprocessing_context`.
+        """
+        self._samples = samples
+        self._options = dict(options)
+        self._tasks: list[Task] = []
+        self._loader: DataLoader[Loaded] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, task: Task) -> Loaded:
+        """Return what a worker gives for the task.
+
+        Raises:
+            Exception: What the data set or the collate function raised.
+        """
+        with self._lock:
+            # Its own generator: DataLoader draws a base seed whenever it begins to iterate.
+            loader = self._loader = self._loader or task_loader(
+                self._samples, self._tasks, num_workers=1, prefetch_factor=1,
+                persistent_workers=True, generator=torch.Generator(), **self._options,
+            )  # fmt: skip
+            self._tasks[:] = [task]
+            loaded: Loaded = next(iter(loader))
+            return loaded
+
+    def close(self) -> None:
+        """Stop the worker; the next task starts another.
+
+        Takes no lock: the garbage collector may end a pass in the middle of `ask`.
+        """
+        self._loader = None

@@ -29,12 +29,17 @@ from egeria_cache.batch import (
     unwrap,
 )
 from egeria_cache.pystate import Portrait, Snapshot
-from egeria_cache.samples.content import same_values
+from egeria_cache.samples.collation import Study, same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
-from egeria_cache.samples.loading import CollateLoaded, Loaded, SampleLoader, SeededDataset, Task
-from egeria_cache.samples.side_worker import SideWorker
-from egeria_cache.samples.study import Study
+from egeria_cache.samples.loading import (
+    CollateLoaded,
+    Loaded,
+    SampleLoader,
+    SeededDataset,
+    SideWorker,
+    Task,
+)
 
 _NUMBERS = itertools.count()
 RESTLESS = "its data set changes again and again"
@@ -326,7 +331,7 @@ class LoaderSource:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Along which every sample has to be measured when it is loaded."""
-        return () if self.study.padding is None else self.study.padding.axes
+        return self.study.axes
 
     def measure(self, task: Task) -> Loaded:
         """Load samples once more, measured along the axes."""
@@ -382,7 +387,7 @@ class LoaderSource:
         if alone and not self._collates_rows(batch):
             return "the collate_fn does not give one row per sample"
         self._proven.add(kind)
-        self.study.forget_samples()
+        self.study.last_alone = None
         return None
 
     def _collates_rows(self, batch: Batch) -> bool:

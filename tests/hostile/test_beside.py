@@ -36,7 +36,7 @@ PLACES = {
     "samples.fingerprint.Fingerprint": "changed _take",
     "samples.fingerprint": "Portrait",
     "samples.source.LoaderSource": "draws_at identify why_not_cacheable _look_at",
-    "samples.study.Study": "alone look_for_padding",
+    "samples.collation.Study": "alone look_for_padding",
     "skip.engine": "address prefix_tensors reached tell_modes",
     "skip.prove.auto.AutoBoundary": "follow",
     "skip.prove.auto.Features": "are_computed",

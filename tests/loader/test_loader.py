@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from egeria_cache.batch.seeds import sample_seed
 from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.plan import best_entry
 from egeria_cache.loader.samplers import ShardAffineSampler
+from egeria_cache.samples.draws import sample_seed
 from egeria_cache.store.disk.files import ENTRY
 from egeria_cache.store.generation import Located
 
