@@ -6,11 +6,12 @@ head of a queue runs when a choice says so, or when the host waits for it. Memor
 for what is queued: whoever frees or overwrites it too early gets, or makes, wrong numbers.
 
 Nothing else of the simulation is needed for that: this sits above its operators, as a mode of
-PyTorch's, and in the place of the room's streams and events.
+PyTorch's, and in the place of its streams and events.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections import deque
@@ -24,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache import device as devices
 from egeria_cache import threads
-from egeria_cache.device import memory, streams
 from egeria_cache.skip.state import quiet
 from tests.device.backend import NAME
 
@@ -51,22 +52,6 @@ class LateEvent:
 
     def synchronize(self) -> None:
         self.device.run_until(self)
-
-
-class LateStreams(streams.Streams):
-    """In the place of the streams of a device: the same streams, with queues."""
-
-    def __init__(self, device: torch.device, late: Late) -> None:
-        super().__init__(device)
-        self.late = late
-
-    def record(self, stream: Any) -> LateEvent:
-        event = LateEvent(self.late)
-        self.late.put(stream, ("record", event))
-        return event
-
-    def order(self, event: Any, stream: Any) -> None:
-        self.late.put(stream, ("wait", event))
 
 
 class Late(TorchDispatchMode):
@@ -96,6 +81,14 @@ class Late(TorchDispatchMode):
         with self._lock:
             self._queues.setdefault(_key(stream), deque()).append(what)
         self.stir()
+
+    def record(self, device: torch.device, stream: Any) -> LateEvent:
+        event = LateEvent(self)
+        self.put(stream, ("record", event))
+        return event
+
+    def order(self, device: torch.device, event: Any, stream: Any) -> None:
+        self.put(stream, ("wait", event))
 
     def stir(self) -> None:
         """Run as many heads of queues as is chosen."""
@@ -285,10 +278,11 @@ def late(order: str | int) -> Iterator[Late]:
     """Make the simulated device late inside the block, for this thread's operations."""
     mode = Late(order)
     with pytest.MonkeyPatch.context() as patch:
-        devices = [torch.device(NAME, index) for index in range(2)]
-        patch.setattr(streams, "_tried", {one: LateStreams(one, mode) for one in devices}.get)
-        patch.setattr(memory, "_lanes", {})
-        patch.setattr(memory, "_sources", streams.Held())
+        patch.setattr(devices, "_has_streams", lambda device: device.type == NAME)
+        patch.setattr(devices, "_record", mode.record)
+        patch.setattr(devices, "_order", mode.order)
+        patch.setattr(devices, "_to_host_lane", functools.cache(devices.Lane))
+        patch.setattr(devices, "_sources", devices.Held())
         patch.setattr(torch.accelerator, "synchronize", mode.drain)
         # Ours is a mode in the place of a device: it is not to be left out as those of loops are.
         patch.setattr(threads, "has_modes", lambda: False)

@@ -254,7 +254,7 @@ MUTATIONS = {
     "sources freed early": (transfer_property, [(devices.Held, "hold", nothing)]),
     # The guard reads its verdict without asking whether it is there.
     "verdict read too soon": (
-        guard_property, [("egeria_cache.device.memory", "_is_past", lambda event: True)]
+        guard_property, [("egeria_cache.device", "_is_past", lambda event: True)]
     ),
     # The evaluator does not wait for the weights it is given.
     "weights judged before they came": (
