@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,7 @@ from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_rows
 from egeria_cache.errors import EgeriaError
 from egeria_cache.pystate import tensor_print
 from egeria_cache.ragged import Dims, blank, inside
-
-if TYPE_CHECKING:
-    from egeria_cache.samples.loading import Loaded, Task
+from egeria_cache.samples.task import Loaded, Places, Task
 
 
 def same_values(left: Any, right: Any) -> bool:
@@ -51,21 +49,6 @@ def row_prints(leaves: Sequence[Tensor]) -> Tensor:
         for leaf in rows:
             prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
     return torch.from_numpy(prints.view(np.int64))
-
-
-class Places(NamedTuple):
-    """Where the samples of a batch stand in it."""
-
-    order: list[int]
-    """Which sample stands in each row."""
-    mixed: frozenset[str]
-    """Leaves that are not, row by row, what the samples are alone."""
-    made: frozenset[str] = frozenset()
-    """Those of them that are as large in company as alone: no padding, nothing along it."""
-
-
-NOWHERE = Places([], frozenset())
-"""They are still to be looked for."""
 
 
 class Found(NamedTuple):

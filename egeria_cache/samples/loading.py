@@ -14,95 +14,23 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Axis, SampleId, flatten
+from egeria_cache.batch import flatten
 from egeria_cache.pystate import Portrait, Snapshot
-from egeria_cache.samples.collation import NOWHERE, Places, differing_leaf, find_places, own_lengths
+from egeria_cache.samples.collation import differing_leaf, find_places, own_lengths
 from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.draws import sample_seed
 from egeria_cache.samples.fingerprint import Look, describe, look
 from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
+from egeria_cache.samples.task import NOWHERE, Loaded, Task
 from egeria_cache.threads import in_turns
-
-
-class Task(NamedTuple):
-    """Samples to load for one batch."""
-
-    number: int
-    """The batch's number in the order of the epoch."""
-    indices: Sequence[Any] | None
-    """What the sampler drew, as the dataset's `__getitem__` takes it; None if nothing is needed."""
-    ids: Sequence[SampleId]
-    draws: Sequence[int]
-    """Which random draw of each sample this is (`draws.py`)."""
-    seed: int | None
-    """The run's augmentation seed; None leaves the random generators alone."""
-    seeds_all: bool = True
-    """Whether torch's generator is seeded also for samples that were not seen to draw from it: they
-    may read its seed (`torch.initial_seed()`). Not while nothing is frozen, for it takes time."""
-    looks: bool = False
-    """Whether the samples are to be described (`Look`) instead of given."""
-    before: Portrait | bool = False
-    """Whether what loading them moves is to be described, too: the data set as it is, if it is this
-    process's."""
-    axes: tuple[Axis, ...] = ()
-    """Along which each sample is to be measured: it is collated alone for that."""
-    places: bool = False
-    """Whether each sample is to be looked for in its batch: it is collated alone for that, too."""
-    compares: bool = False
-    """Whether samples are to be collated alone as well, as many as `Company` allows."""
-
-    def take(self, rows: np.ndarray) -> Task:
-        """Return the task of loading the masked rows again: bool, shape (B,)."""
-        assert self.indices is not None
-        return self.at(np.flatnonzero(rows).tolist())._replace(seeds_all=True)
-
-    def behind(self, other: Task) -> Task:
-        """Return the task of another's samples, and these behind them."""
-        assert self.indices is not None
-        return self._replace(
-            indices=[*(other.indices or ()), *self.indices],
-            ids=[*other.ids, *self.ids],
-            draws=[*other.draws, *self.draws],
-        )
-
-    def at(self, rows: Sequence[int]) -> Task:
-        """Return the task of the samples at some positions."""
-        return self._replace(
-            indices=None if self.indices is None else [self.indices[i] for i in rows],
-            ids=[self.ids[i] for i in rows],
-            draws=[self.draws[i] for i in rows],
-        )
-
-
-class Loaded(NamedTuple):
-    """What comes back for a task; a named tuple, so that pinning looks inside."""
-
-    number: int
-    data: Any
-    """The collated batch, or a `Look`; None where the task held no samples."""
-    drawn: frozenset[str]
-    """What the data set draws from, as far as is known: see `SampleLoader.drawn`."""
-    axes: tuple[Axis, ...] = ()
-    """The task's."""
-    lengths: npt.NDArray[np.int64] | None = None
-    """Of the samples along these axes, shape (B, axes); None if they were not measured."""
-    differs: str | None = None
-    """A leaf in which a sample is not in its place what it is alone, where that was looked at."""
-    places: Places | None = None
-    """Where the samples stand in the batch, if they were looked for."""
-    load_s: float = 0.0
-    """Processor time that loading and collating took, without what is asked besides."""
-    company: Company | None = None
-    """Whether samples are compared with what they are alone, and what that has taken."""
 
 
 class SampleLoader:

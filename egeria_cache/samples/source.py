@@ -32,14 +32,8 @@ from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import Study, same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
-from egeria_cache.samples.loading import (
-    CollateLoaded,
-    Loaded,
-    SampleLoader,
-    SeededDataset,
-    SideWorker,
-    Task,
-)
+from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, SideWorker
+from egeria_cache.samples.task import Loaded, Task
 
 _NUMBERS = itertools.count()
 RESTLESS = "its data set changes again and again"

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, Subset
 from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.samples import Clock, Draws
 from egeria_cache.samples.draws import NO_DRAW
-from egeria_cache.samples.loading import SampleLoader, Task
+from egeria_cache.samples.loading import SampleLoader
+from egeria_cache.samples.task import Task
 
 IDS = st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.tuples(st.integers(), st.text())
 SCHEDULES = st.builds(

@@ -17,9 +17,10 @@ from egeria_cache.batch import Axis
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
-from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, Task
+from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset
 from egeria_cache.samples.side_effects import GENERATORS, preserved
 from egeria_cache.samples.source import LoaderSource
+from egeria_cache.samples.task import Task
 
 SIZE = 8
 
