@@ -9,9 +9,8 @@ for images, targets in loader:
 from __future__ import annotations
 
 from egeria_cache.augment import FeatureAugment
-from egeria_cache.cache import ActivationCache, FrozenFront
+from egeria_cache.cache import ActivationCache, BoundaryMoved, FrozenFront
 from egeria_cache.errors import BoundaryError, EgeriaError, ForeignError, StoreError
-from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats
 from egeria_cache.integrations import attach, keep_through_accelerate
 from egeria_cache.loader import EgeriaLoader, ShardAffineSampler

@@ -494,7 +494,7 @@ def batch_to_host(
     with _to_host_lock:
         for name, value in fields.items():
             if isinstance(value, PaddedRows):  # one copy, not one a row
-                moved[name] = value.on(fetched(value.padded))
+                moved[name] = PaddedRows(fetched(value.padded), value.dims, value.sizes)
             else:
                 moved[name] = (
                     fetched(value) if isinstance(value, Tensor) else [*map(fetched, value)]

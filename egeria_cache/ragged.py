@@ -6,7 +6,6 @@ dimension 0 is the first one behind the samples'.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -53,10 +52,6 @@ class PaddedRows(Sequence[Tensor]):
         share = float((self.sizes / np.maximum(whole, 1)).prod(1).sum()) / max(len(self), 1)
         return round(self.padded.nbytes * share)
 
-    def on(self, padded: Tensor) -> PaddedRows:
-        """Return the same rows in a copy of their tensor, on another device, say."""
-        return PaddedRows(padded, self.dims, self.sizes)
-
 
 def pad_rows(
     rows: Sequence[Tensor], dims: Dims, whole: Sequence[int], fill: Any, *, pin_memory: bool = False
@@ -76,31 +71,10 @@ def pad_rows(
     out = rows[0].new_empty((len(rows), *shape), pin_memory=pin_memory)
     if all(list(row.shape) == shape for row in rows):
         return torch.stack(tuple(rows), out=out)
-    if len(dims) == 1 and dims[0][0] == 0:
-        torch.cat(_joined(rows, dims[0][1], shape, fill), out=out.view(-1))
-        return out
-    if len(dims) > 1:
-        out.fill_(fill)
+    out.fill_(fill)
     for target, row in zip(out.unbind(0), rows, strict=True):
-        sizes = [row.shape[dim] for dim, _ in dims]
-        inside(target, dims, sizes).copy_(row)
-        if len(dims) == 1:
-            (dim, left), *_ = dims
-            rest = shape[dim] - sizes[0]
-            if rest:
-                target.narrow(dim, 0 if left else sizes[0], rest).fill_(fill)
+        inside(target, dims, [row.shape[dim] for dim, _ in dims]).copy_(row)
     return out
-
-
-def _joined(rows: Sequence[Tensor], left: bool, shape: Sequence[int], fill: Any) -> list[Tensor]:
-    """Return what stands in the first dimension, one behind the other: one call copies all."""
-    inner = math.prod(shape[1:])
-    rest = [(shape[0] - len(row)) * inner for row in rows]
-    padding = rows[0].new_full((max(rest),), fill)
-    pieces = []
-    for row, size in zip(rows, rest, strict=True):
-        pieces += [padding[:size], row.reshape(-1)] if left else [row.reshape(-1), padding[:size]]
-    return pieces
 
 
 def widen(padded: Tensor, dims: Dims, whole: Sequence[int], fill: Any) -> Tensor:

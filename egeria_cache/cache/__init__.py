@@ -6,8 +6,9 @@ is frozen up to and who moves that, and the state that all share. `front.py` is 
 was taken out of its model. Owns the store, the reader threads and the engine, and closes them.
 """
 
+from egeria_cache.cache.boundary import BoundaryMoved
 from egeria_cache.cache.cache import ActivationCache
 from egeria_cache.cache.front import FrozenFront
 from egeria_cache.cache.loader_api import LoaderApi, draws_noted
 
-__all__ = ["ActivationCache", "FrozenFront", "LoaderApi", "draws_noted"]
+__all__ = ["ActivationCache", "BoundaryMoved", "FrozenFront", "LoaderApi", "draws_noted"]

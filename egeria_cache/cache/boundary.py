@@ -18,6 +18,23 @@ from egeria_cache.skip import Cut, SkipEngine, module_named
 log = logging.getLogger("egeria")
 
 
+@dataclass(frozen=True, slots=True)
+class BoundaryMoved:
+    """The frozen prefix changed: the one event that crosses from a freeze controller to the cache.
+
+    Published between two training steps.
+    """
+
+    step: int
+    """First training step whose forward uses the new prefix."""
+    boundary: str | None
+    """Qualified name of the last frozen module; None after an unfreeze."""
+    previous: str | None
+    """The boundary before this event."""
+    reason: str
+    """In words, for logs and history."""
+
+
 @dataclass(slots=True)
 class Status:
     """The state of one cache."""

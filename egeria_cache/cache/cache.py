@@ -25,12 +25,11 @@ from egeria_cache.arguments import (
     names_known,
 )
 from egeria_cache.augment import Operation, commutes
-from egeria_cache.cache.boundary import Boundary, Status
+from egeria_cache.cache.boundary import Boundary, BoundaryMoved, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi
 from egeria_cache.device import device_of, runs_late
 from egeria_cache.errors import EgeriaError
-from egeria_cache.events import BoundaryMoved
 from egeria_cache.gate import CacheStats, ServingPolicy
 from egeria_cache.prefetch import ReaderThreads
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from egeria_cache.cache import draws_noted
-from egeria_cache.config import parse_size
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.words import age, plain, print_json, table
 from egeria_cache.store import (
@@ -51,7 +50,7 @@ from egeria_cache.store import (
 )
 from egeria_cache.store import pack as pack_generation
 from egeria_cache.store import unpack as unpack_generation
-from egeria_cache.tables import size
+from egeria_cache.tables import parse_size, size
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_known
-from egeria_cache.config import PAGE_BYTES, parse_size
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
 from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
@@ -37,6 +36,7 @@ from egeria_cache.store.generation import Counts, Generation
 from egeria_cache.store.records.keys import SampleId
 from egeria_cache.store.records.layout import Value
 from egeria_cache.store.writer import Writer
+from egeria_cache.tables import PAGE_BYTES, parse_size
 
 logger = logging.getLogger("egeria_cache.store")
 

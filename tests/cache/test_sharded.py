@@ -21,8 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from egeria_cache import ActivationCache, EgeriaLoader, ShardAffineSampler
-from egeria_cache.events import BoundaryMoved
+from egeria_cache import ActivationCache, BoundaryMoved, EgeriaLoader, ShardAffineSampler
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.gloo import run_ranks
 from tests.helpers.sharded import Block, Blocks, CountBytes, dataset, freeze, shard, train

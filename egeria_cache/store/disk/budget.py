@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from egeria_cache.config import PAGE_BYTES
 from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.claims import (
     IN_USE_NAME,
@@ -25,6 +24,7 @@ from egeria_cache.store.disk.claims import (
     unlock,
 )
 from egeria_cache.store.disk.own import is_own_directory, open_own
+from egeria_cache.tables import PAGE_BYTES
 
 logger = logging.getLogger("egeria_cache.store")
 
