@@ -1,6 +1,6 @@
 """What Python values are: what they consist of, what they hold, copies of them, and the code in it.
 
-Owns the one list of what is foreign, opaque, or an atom (`foreign.py`). It runs no code of the
+Owns the one list of what is foreign, opaque, or an atom (`objects.py`). It runs no code of the
 user's, and knows nothing of models that are cached or of stores: whoever asks (the content address,
 the guards, the dry run, the data set's fingerprint) says what to look at.
 
@@ -9,7 +9,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 (`bytecode`).
 """
 
-from egeria_cache.pystate.bytecode import is_installed_code, names_in
+from egeria_cache.pystate.bytecode import names_in
 from egeria_cache.pystate.code import (
     Code,
     attributes_held,
@@ -23,11 +23,17 @@ from egeria_cache.pystate.code import (
 )
 from egeria_cache.pystate.content import Content, describe, digest, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
-from egeria_cache.pystate.foreign import (
+from egeria_cache.pystate.look import Portrait, is_below
+from egeria_cache.pystate.objects import (
+    CODE,
+    DATA,
+    MODELS,
+    Reach,
     StandIn,
     entries,
     is_beyond,
     is_compiled,
+    is_installed_code,
     is_library,
     is_put_back,
     is_standard,
@@ -36,11 +42,9 @@ from egeria_cache.pystate.foreign import (
     own_dict,
     own_slots,
 )
-from egeria_cache.pystate.look import Portrait, is_below
-from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, led_to
+from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, RandomState, led_to
 from egeria_cache.pystate.prints import PLAIN, array_print, plain_print, tensor_print
-from egeria_cache.pystate.random_state import RandomState
-from egeria_cache.pystate.snapshot import CODE, DATA, MODELS, Moved, Reach, Snapshot
+from egeria_cache.pystate.snapshot import Moved, Snapshot
 
 __all__ = [
     "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",

@@ -14,9 +14,8 @@ from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from egeria_cache.kinds import LIBRARIES
 from egeria_cache.pystate.content import describe
-from egeria_cache.pystate.foreign import is_library
+from egeria_cache.pystate.objects import is_library
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -172,8 +171,3 @@ def globals_of(function: FunctionType) -> list[tuple[dict[str, Any], tuple[str, 
             inner = vars(module)
             found.append((inner, tuple(name for name in names.all if name in inner)))
     return found
-
-
-def is_installed_code(code: CodeType) -> bool:
-    """Whether it is a library's, or Python's own."""
-    return code.co_filename.startswith((*LIBRARIES, "<frozen"))

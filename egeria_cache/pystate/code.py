@@ -25,16 +25,10 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import is_installed
-from egeria_cache.pystate.bytecode import Names, code_text, is_installed_code, names_in
+from egeria_cache.pystate import objects
+from egeria_cache.pystate.bytecode import Names, code_text, names_in
 from egeria_cache.pystate.content import describe
-from egeria_cache.pystate.foreign import (
-    entries,
-    is_foreign,
-    is_library,
-    is_standard,
-    outside_state,
-    own_attributes,
-)
+from egeria_cache.pystate.objects import is_foreign, is_installed_code, is_library, own_attributes
 from egeria_cache.pystate.places import LEADS, led_to
 
 _MAX_FUNCTIONS = 512
@@ -283,7 +277,7 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
 
 def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
     """Yield the functions by which a module is entered."""
-    for name in (*entries(module), "__getattr__", "__getattribute__"):
+    for name in (*objects.entries(module), "__getattr__", "__getattribute__"):
         own = forwards.get(id(module)) if name == "forward" else None
         both = own or module.__dict__.get(name), getattr(type(module), name)
         yield from ((found, type(module)) for one in both for found in _functions(one))
@@ -329,7 +323,7 @@ def has_settings(value: Any) -> bool:
 
 def is_followed(kind: type) -> bool:
     """Whether a class is a library's whose code is followed into its methods."""
-    return is_installed(kind) and not (is_standard(kind) or _is_library(kind.__module__))
+    return is_installed(kind) and not (objects.is_standard(kind) or _is_library(kind.__module__))
 
 
 def _is_generated(part: Any) -> bool:
@@ -345,7 +339,7 @@ def _data_in(space: Mapping[str, Any]) -> list[str]:
 
 def is_value(value: Any) -> bool:
     """Whether all that it holds is looked at; of other things that are no settings, which it is."""
-    return isinstance(value, _PLAIN) or outside_state(value) is not None
+    return isinstance(value, _PLAIN) or objects.outside_state(value) is not None
 
 
 def _kind(value: Any) -> type:

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate.foreign import is_foreign, is_outside, outside_state, own_dict, own_slots
+from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_dict, own_slots
 from egeria_cache.pystate.places import Generator, place_of
 from egeria_cache.pystate.prints import plain_print, tensor_print
 

@@ -1,7 +1,7 @@
 """Copy Python state without running any of the user's code.
 
 No constructor, no `__deepcopy__`, no `__getstate__`: those act (they open, register, draw, count).
-Parameters are shared, as are other worlds (`foreign.py`); everything else that can change is
+Parameters are shared, as are other worlds (`objects.py`); everything else that can change is
 copied, aliases and cycles included. What is copied is written to by a dry run in place of the
 user's own.
 """
@@ -24,18 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate.foreign import (
-    ATOMS,
-    MEMORY,
-    SINGLES,
-    StandIn,
-    is_compiled,
-    is_foreign,
-    iterator_copy,
-    leads_out,
-    own_dict,
-    slot_names,
-)
+from egeria_cache.pystate import objects
+from egeria_cache.pystate.objects import ATOMS, MEMORY, StandIn, is_foreign, own_dict
 from egeria_cache.pystate.places import GENERATORS, Generator, Items
 
 _MAX_OBJECTS = 300_000
@@ -140,7 +130,7 @@ class Copier:
         for base, make in _FAMILIES:
             if isinstance(value, base):
                 return make(self, value)
-        if leads_out(value):
+        if objects.leads_out(value):
             return self._outside(value)
         if is_foreign(value):
             return value
@@ -218,7 +208,7 @@ class Copier:
         return new
 
     def _generator(self, value: Any) -> Any:
-        if any(value is single for single in SINGLES):
+        if any(value is single for single in objects.SINGLES):
             return value
         if isinstance(value, np.random.Generator):
             return self._keep(value, type(value)(self(value.bit_generator)))
@@ -357,12 +347,12 @@ class Copier:
             make: Any = type(value)
             new = make.from_buffer_copy(value)
         else:
-            copied = iterator_copy(value)
+            copied = objects.iterator_copy(value)
             new = new if copied is value else copied
         return self._keep(value, new)
 
     def _object(self, value: Any) -> Any:
-        own, slots = own_dict(value), slot_names(type(value))
+        own, slots = own_dict(value), objects.slot_names(type(value))
         if own is None and not slots:
             return value
         try:
@@ -396,7 +386,7 @@ def _is_ours(func: Any) -> bool:
 
 def is_shared(module: nn.Module) -> bool:
     """Whether a module is compiled: a copy would be compiled anew, or cannot be made."""
-    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+    if isinstance(module, torch.jit.ScriptModule) or objects.is_compiled(module):
         return True
     return hasattr(type(module).forward, "_torchdynamo_orig_callable")
 

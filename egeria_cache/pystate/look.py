@@ -31,45 +31,18 @@ from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import LIBRARIES, is_installed, kind_name
+from egeria_cache.pystate import objects, places
 from egeria_cache.pystate import prints as content
-from egeria_cache.pystate.bytecode import code_text, is_installed_code, names_in, texts_in
+from egeria_cache.pystate.bytecode import code_text, names_in, texts_in
 from egeria_cache.pystate.content import digest
-from egeria_cache.pystate.foreign import (
-    ATOMS,
-    MEMORY,
-    is_data_set,
-    is_frozen,
-    is_iterator,
-    is_opaque,
-    is_pickled_otherwise,
-    is_standard,
-    is_training,
-    own_attributes,
-    own_dict,
-    state_of,
-)
-from egeria_cache.pystate.places import (
-    BUFFERS,
-    GENERATORS,
-    LEADS,
-    Attributes,
-    Generator,
-    Items,
-    Length,
-    Named,
-    Names,
-    Parts,
-    Place,
-    Sketch,
-    bytes_in,
-    sketch_of,
-)
-from egeria_cache.pystate.snapshot import CODE_KINDS, Reach, Snapshot, ends, holds_threads
+from egeria_cache.pystate.objects import ATOMS, MEMORY, Reach, is_installed_code, own_attributes
+from egeria_cache.pystate.places import LEADS, Attributes, Generator, Names, Place, Sketch
+from egeria_cache.pystate.snapshot import Snapshot
 
 _ALL = Reach(lambda value: False, 20_000, 1 << 14, 4096, 1 << 22, sketches=True)
 _OWN = ("fingerprint", "_fingerprint")
 """What a data set says of itself."""
-_SHOWN = (*BUFFERS, local, *LEADS)
+_SHOWN = (*places.BUFFERS, local, *LEADS)
 _NO_OBJECTS = (
     Tensor, np.ndarray, np.generic, Mapping, Sequence, AbstractSet, property, classmethod, *_SHOWN
 )  # fmt: skip
@@ -107,8 +80,8 @@ class Portrait(Snapshot):
         self.is_whole = True
         """Whether all of it is kept: as long as it `has_moved` not, nothing of it has."""
         settings = getattr(os.environ, "_data", {})
-        places = Items("the environment", settings), Items("", roots)
-        super().__init__(places=places, reach=_ALL)
+        held = places.Items("the environment", settings), places.Items("", roots)
+        super().__init__(held=held, reach=_ALL)
         self.prints: dict[str, int] = {}
         """Path -> print."""
         self.doubtful: set[str] = set()
@@ -154,7 +127,7 @@ class Portrait(Snapshot):
         """Note a value that holds no other; False if it is not one. Nothing says nothing: what is
         opened or filled lazily leaves no trace before or after.
         """
-        if type(value) not in ATOMS or isinstance(value, CODE_KINDS):
+        if type(value) not in ATOMS or isinstance(value, objects.CODE_KINDS):
             return False
         if isinstance(value, types.ModuleType):
             self._note(path, f"{value.__name__} {getattr(value, '__version__', '')}")
@@ -171,20 +144,20 @@ class Portrait(Snapshot):
     def _is_mute(self, value: Any) -> bool:
         if type(value) in _DATA or isinstance(value, _SHOWN):
             return False
-        if is_opaque(type(value)) or value is os.environ:
+        if objects.is_opaque(type(value)) or value is os.environ:
             return True
-        return is_training(value) and not isinstance(value, nn.Module)
+        return objects.is_training(value) and not isinstance(value, nn.Module)
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         within = self._within_reach.get(id(value), False)
         self._paths[id(value)] = path
         is_code = isinstance(value, types.FunctionType | types.MethodType)
         is_data = type(value) in _DATA
-        self._keeps = not (self._is_thorough or (not is_data and holds_threads(value)))
+        self._keeps = not (self._is_thorough or (not is_data and objects.holds_threads(value)))
         is_object = not (is_data or isinstance(value, _NO_OBJECTS))
-        is_set = is_object and not isinstance(value, type) and is_data_set(value)
+        is_set = is_object and not isinstance(value, type) and objects.is_data_set(value)
         is_set |= isinstance(value, Dataset)
-        is_trained = isinstance(value, nn.Module) and not is_frozen(value)
+        is_trained = isinstance(value, nn.Module) and not objects.is_frozen(value)
         if within and is_object and not is_set and not callable(value):
             held, named = own_attributes(value), _named(self._names, [type(value)])
             unnamed = (f"{path}.{name}" for name in held if name not in named)
@@ -203,7 +176,7 @@ class Portrait(Snapshot):
         self._is_told = path in self._told or self._print(path, value)
         if self._is_thorough and isinstance(value, Tensor):
             return
-        if not ends(value):
+        if not objects.ends(value):
             below += super()._look(path, value)
         is_within = is_code or (within and not is_set)
         self._within_reach.setdefault(id(type(value)), is_within)
@@ -239,7 +212,9 @@ class Portrait(Snapshot):
             return []
         is_array = isinstance(place.where, Tensor | np.ndarray)
         is_pickled = (
-            not is_array and is_pickled_otherwise(type(place.where)) and sketch_of("", place.where)
+            not is_array
+            and objects.is_pickled_otherwise(type(place.where))
+            and places.sketch_of("", place.where)
         )
         is_vouched = id(place.where) in self._vouched
         if isinstance(place, Attributes):
@@ -247,19 +222,19 @@ class Portrait(Snapshot):
                 return []  # whose memory it is; what it has worked out
         elif isinstance(place, Generator) or (isinstance(place, Sketch) and is_vouched):
             return []  # a draw makes no other data set
-        elif not self._keeps and not isinstance(place, Named | Sketch):
+        elif not self._keeps and not isinstance(place, places.Named | Sketch):
             return []
         found = super()._keep(place)
-        is_part = isinstance(place, Sketch | Length) and not isinstance(place.where, LEADS)
+        is_part = isinstance(place, Sketch | places.Length) and not isinstance(place.where, LEADS)
         self.is_whole &= self._keeps and not is_part
         if not self._keeps:
             self.places.pop(), self._kept.pop()
-        if isinstance(place, Parts):
+        if isinstance(place, places.Parts):
             return []
         if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
             if is_pickled:
-                parts = state_of(place.where)
-                made = zip(parts, state_of(place.where), strict=True)
+                parts = objects.state_of(place.where)
+                made = zip(parts, objects.state_of(place.where), strict=True)
                 self._made_anew.update(id(part) for part, again in made if part is not again)
                 named = ((f"{place.path}.<{i}>", part) for i, part in enumerate(parts))
                 return [(at, part) for at, part in named if not self._is_noted(at, part)]
@@ -305,7 +280,7 @@ class Portrait(Snapshot):
             self._array(path, np.asanyarray(value))
         elif isinstance(value, type):
             self._note(path, kind_name(value))
-            if is_installed(value) and not is_standard(value):
+            if is_installed(value) and not objects.is_standard(value):
                 top = value.__module__.partition(".")[0]
                 self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
         elif isinstance(value, types.FunctionType):
@@ -331,11 +306,11 @@ class Portrait(Snapshot):
             return True
         elif isinstance(value, dict | list | tuple | deque | types.MappingProxyType):
             self._note(path, f"{kind_name(type(value))} of {len(value)}")
-        elif isinstance(value, (*BUFFERS, *MEMORY)):
-            self._array(path, bytes_in(value))
+        elif isinstance(value, (*places.BUFFERS, *MEMORY)):
+            self._array(path, places.bytes_in(value))
         elif (
             isinstance(value, (types.MethodType, property, types.MemberDescriptorType, *LEADS))
-            or own_dict(value) is not None
+            or objects.own_dict(value) is not None
             or own_attributes(value)
         ):
             self._note(path, kind_name(type(value)))
@@ -351,8 +326,8 @@ class Portrait(Snapshot):
         keep.
         """
         kind = kind_name(type(value))
-        text = _text(value) if is_standard(type(value)) else kind
-        is_moving = is_iterator(type(value))  # where it stands makes no other data set
+        text = _text(value) if objects.is_standard(type(value)) else kind
+        is_moving = objects.is_iterator(type(value))  # where it stands makes no other data set
         self._note(path, kind if is_moving else text)
         self.is_whole = False
         if text != kind or is_moving:
@@ -364,10 +339,10 @@ class Portrait(Snapshot):
         with Attempt():
             if isinstance(value, torch.Generator):
                 self._note(path, value.initial_seed())
-            elif isinstance(value, GENERATORS):
+            elif isinstance(value, places.GENERATORS):
                 self._note(path, digest(Generator("", value).read(value)))
             elif self._is_thorough or id(value) in self._made_anew:
-                self._note(path, digest(state_of(value)))
+                self._note(path, digest(objects.state_of(value)))
             else:
                 self._note(path, str(id(value)))
 
@@ -402,7 +377,7 @@ def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
     for name in _OWN:
         # Not what a wrapper hands on from the data set inside of it.
-        if name in (own_dict(value) or {}) or any(
+        if name in (objects.own_dict(value) or {}) or any(
             name in base.__dict__ for base in type(value).__mro__
         ):
             own = getattr(value, name)

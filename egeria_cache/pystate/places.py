@@ -26,13 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.pystate.foreign import (
-    ATOMS,
-    MEMORY,
-    is_pickled_otherwise,
-    own_attributes,
-    state_of,
-)
+from egeria_cache.device import random_states, seed_everywhere, set_random_states
+from egeria_cache.pystate import objects
+from egeria_cache.pystate.objects import ATOMS, MEMORY, SINGLES
 from egeria_cache.pystate.prints import tensor_print
 
 _STAND_INS = ("forward", "train")
@@ -113,7 +109,7 @@ class Attributes(Named):
 
     def read(self, where: Any) -> dict[str, Any]:
         """Return them; of a module, but for what stands on one that is held."""
-        held = own_attributes(where)
+        held = objects.own_attributes(where)
         if isinstance(where, nn.Module):
             ours = (*_STAND_INS, "training") if "train" in held else _STAND_INS
             return {name: part for name, part in held.items() if name not in ours}
@@ -273,7 +269,7 @@ class Sketch(Place):
             if isinstance(where, dict | list | set | deque | types.MappingProxyType):
                 return len(where), _some_items(where)
             plain, held = list[Any](), list[Any]()
-            for part, again in zip(state_of(where), state_of(where), strict=True):
+            for part, again in zip(objects.state_of(where), objects.state_of(where), strict=True):
                 if part is again and type(part) not in ATOMS:
                     held.append(part)
                 else:
@@ -416,5 +412,38 @@ def sketch_of(path: str, value: Any) -> Sketch | None:
     if isinstance(value, (*_SKETCHED, *MEMORY, *LEADS)):
         return Sketch(path, value)
     is_value = isinstance(value, nn.Module | np.generic | np.dtype)
-    is_seen = not is_value and is_pickled_otherwise(type(value))
+    is_seen = not is_value and objects.is_pickled_otherwise(type(value))
     return Sketch(path, value) if is_seen else None
+
+
+_OF_THE_HOST = tuple(Generator("", single) for single in SINGLES)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators that a forward may draw from."""
+
+    host: tuple[bytes, ...]
+    device: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Copy the present states."""
+        return cls(tuple(one.read(one.where) for one in _OF_THE_HOST), random_states())
+
+    @staticmethod
+    def seed(number: int) -> None:
+        """Begin all of them anew, somewhere else for every number."""
+        seed_everywhere(number)
+        for one in _OF_THE_HOST:
+            one.seed(one.where, number)
+
+    def restore(self) -> None:
+        """Make them the present ones."""
+        for one, state in zip(_OF_THE_HOST, self.host, strict=True):
+            one.write(one.where, state)
+        set_random_states(self.device)
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether the same numbers would be drawn."""
+        return self.host == other.host and all(map(torch.equal, self.device, other.device))

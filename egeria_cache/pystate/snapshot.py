@@ -13,56 +13,22 @@ import types
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from operator import is_
-from threading import Thread, local
+from threading import local
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home
-from egeria_cache.pystate.ahead import ahead, same_content
-from egeria_cache.pystate.bytecode import globals_of, is_installed_code
+from egeria_cache.pystate import objects, places
+from egeria_cache.pystate.bytecode import globals_of
 from egeria_cache.pystate.copier import Copier
-from egeria_cache.pystate.foreign import (
-    ATOMS,
-    MEMORY,
-    SHARED,
-    StandIn,
-    is_beyond,
-    is_frozen,
-    is_iterator,
-    is_library,
-    is_opaque,
-    is_training,
-    is_users,
-    iterator_copy,
-    leads_out,
-    own_dict,
-    runs_out,
-    slots_of,
-)
-from egeria_cache.pystate.places import (
-    LEADS,
-    Attributes,
-    Cell,
-    Elements,
-    Generator,
-    Length,
-    Named,
-    Names,
-    OfClass,
-    Parts,
-    Place,
-    Sketch,
-    led_to,
-    place_of,
-    sketch_of,
-)
+from egeria_cache.pystate.objects import ATOMS, MEMORY, MODELS, Reach
+from egeria_cache.pystate.places import LEADS, Elements, Generator, Place
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -72,70 +38,6 @@ _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (property, ("fget", "fset")),
     (staticmethod | classmethod, ("__func__",)),
 )
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
-CODE_KINDS = (types.FunctionType, type, property, staticmethod, classmethod)
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How far is looked, and how much of what is found is kept."""
-
-    lets_be: Callable[[Any], bool]
-    max_objects: int = 100_000
-    max_items: int = 1 << 30
-    """Of a container that is kept whole."""
-    max_held: int = 1 << 30
-    """Of its items that are looked into."""
-    max_bytes: int = 256 << 20
-    """Of all tensors and arrays together."""
-    follows_code: bool = True
-    sketches: bool = False
-    """Whether what cannot be kept is looked at here and there; nothing is put back."""
-
-
-def _is_beyond_models(value: Any) -> bool:
-    if isinstance(value, types.FunctionType | type):
-        return is_library(value.__module__)
-    if isinstance(value, functools._lru_cache_wrapper):  # it runs once for us and the user
-        return True
-    if isinstance(value, Tensor) and value.requires_grad:
-        return True
-    looked_at = (StandIn, local, *MEMORY, *_CONTAINERS)
-    return not isinstance(value, looked_at) and is_beyond(value)
-
-
-def _is_beyond_values(value: Any) -> bool:
-    return isinstance(value, nn.Module) or _is_beyond_models(value)
-
-
-def ends(value: Any) -> bool:
-    """Whether it leads to nothing of the user's."""
-    if isinstance(value, type):
-        return not is_users(value)
-    is_function = isinstance(value, types.FunctionType)
-    return is_function and is_installed_code(value.__code__) and not value.__closure__
-
-
-def holds_threads(value: Any) -> bool:
-    """Whether an object has threads of its own, which write to it, too."""
-    held = (own_dict(value) or {}).values()
-    return any(isinstance(part, Thread | Executor) for part in held)
-
-
-def _is_beyond_data(value: Any) -> bool:
-    if isinstance(value, Tensor):  # what other processes may write to is not put back
-        return not value.is_cpu or value.is_shared()
-    if isinstance(value, SHARED) or ends(value) or is_opaque(type(value)):
-        return True
-    return holds_threads(value) or (is_training(value) and not is_frozen(value))
-
-
-MODELS = Reach(_is_beyond_models, follows_code=False)
-"""All that the code of a model may touch."""
-CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
-"""The same, but for modules, and the code that finds it."""
-DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
-"""What loading samples may move; a larger array is data."""
 
 
 class Snapshot:
@@ -143,7 +45,7 @@ class Snapshot:
 
     Args:
         roots: (name, object): where to begin.
-        places: Further things that may change, with all that they hold.
+        held: Further things that may change, with all that they hold.
         reach: How far to look.
         apart: Ids of modules of whose own state others see to what it moves.
     """
@@ -151,7 +53,7 @@ class Snapshot:
     def __init__(
         self,
         roots: Iterable[tuple[str, Any]] = (),
-        places: Iterable[Place] = (),
+        held: Iterable[Place] = (),
         reach: Reach = MODELS,
         apart: Container[int] = (),
     ) -> None:
@@ -163,7 +65,7 @@ class Snapshot:
         self.used_up: str | None = None
         """Name of an iterator that `runs_out`: nobody can put it back."""
         pending = deque(roots)
-        for place in places:
+        for place in held:
             pending += self._keep(place)
         self._walk(pending)
         kept = () if reach.sketches else self.places
@@ -176,7 +78,7 @@ class Snapshot:
         kinds: set[type] = {dict, list, tuple, set, frozenset}
         while pending and len(self._alive) < self._reach.max_objects:
             path, value = pending.popleft()
-            if type(value) in ATOMS and not isinstance(value, CODE_KINDS):
+            if type(value) in ATOMS and not isinstance(value, objects.CODE_KINDS):
                 continue
             if id(value) in self._alive:
                 self._again(path, value)
@@ -256,7 +158,7 @@ class Snapshot:
         values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
         kinds = frozenset(map(type, values))
         is_reached = place.is_reached and not (self._reach.follows_code or kinds <= ATOMS)
-        if not is_reached and not any(map(is_iterator, kinds)):
+        if not is_reached and not any(map(objects.is_iterator, kinds)):
             return kept
         if isinstance(kept, list):
             return [_lent("[...]", value, is_reached) for value in kept]
@@ -267,9 +169,9 @@ class Snapshot:
         kept = place.read(place.where)
         self.places.append(place)
         self._kept.append(kept)
-        if isinstance(place, Sketch):
+        if isinstance(place, places.Sketch):
             return [(place.path, part) for part in (kept or ((), []))[1]]
-        if not isinstance(place, Named):
+        if not isinstance(place, places.Named):
             return []
         return [(f"{place.path}.{name}", part) for name, part in kept.items()]
 
@@ -277,7 +179,7 @@ class Snapshot:
         """Keep one object; yield what else it holds."""
         for place in self._places(path, value):
             yield from self._keep(place)
-        if isinstance(value, (Tensor, *_CONTAINERS)):
+        if isinstance(value, (Tensor, *objects.CONTAINERS)):
             if not isinstance(value, Tensor):
                 yield from self._items(path, value)
             return
@@ -287,7 +189,7 @@ class Snapshot:
         if isinstance(value, type):
             yield from ((base.__qualname__, base) for base in value.__bases__)
         elif isinstance(value, LEADS):
-            yield path, led_to(value)
+            yield path, places.led_to(value)
         elif isinstance(value, local):
             yield path, vars(value)
 
@@ -306,30 +208,32 @@ class Snapshot:
             return
         if isinstance(value, type):
             if follows:
-                yield OfClass(value.__qualname__, value)
+                yield places.OfClass(value.__qualname__, value)
             return
         if isinstance(value, types.FunctionType):
-            if self._reach.sketches and not is_installed_code(value.__code__):
-                yield Parts(path, value)
+            if self._reach.sketches and not objects.is_installed_code(value.__code__):
+                yield places.Parts(path, value)
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                yield Cell(f"{path}.{name}", cell)
+                yield places.Cell(f"{path}.{name}", cell)
             for scope, names in globals_of(value) if follows else ():
-                yield Names(home(scope.get("__name__", "")), scope, names)
+                yield places.Names(home(scope.get("__name__", "")), scope, names)
         is_far = self._reach.sketches and isinstance(value, Tensor) and not value.is_cpu
-        whole = place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
-        if whole is None and is_iterator(type(value)):
-            self.used_up = path if runs_out(value) else self.used_up
+        whole = places.place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
+        if whole is None and objects.is_iterator(type(value)):
+            self.used_up = path if objects.runs_out(value) else self.used_up
             return
-        if self._reach.sketches and (whole is None or isinstance(whole, Length)):
-            whole = sketch_of(path, value)
+        if self._reach.sketches and (whole is None or isinstance(whole, places.Length)):
+            whole = places.sketch_of(path, value)
         if whole is not None:
             is_array = isinstance(whole, Elements) and isinstance(value, Tensor | np.ndarray)
             self._left -= value.nbytes if is_array else 0
             yield whole
-        if isinstance(value, Tensor) or (isinstance(value, StandIn) and not value.is_copied):
+        if isinstance(value, Tensor) or (
+            isinstance(value, objects.StandIn) and not value.is_copied
+        ):
             return
-        if own_dict(value) is not None or slots_of(value):
-            yield Attributes(path, value)
+        if objects.own_dict(value) is not None or objects.slots_of(value):
+            yield places.Attributes(path, value)
 
 
 @dataclass(slots=True)
@@ -394,8 +298,8 @@ class Moved:
 
 def _lent(name: Any, value: Any, is_reached: bool) -> Any:
     if not is_reached:
-        return iterator_copy(value)
-    is_kept = not leads_out(value) or isinstance(value, (*MEMORY, local))
+        return objects.iterator_copy(value)
+    is_kept = not objects.leads_out(value) or isinstance(value, (*MEMORY, local))
     return value if is_kept else Copier()({name: value})[name]
 
 
@@ -421,3 +325,99 @@ def _same(now: Any, kept: Any) -> bool:
     if isinstance(now, set | bytearray | array):
         return bool(now == kept)
     return pickle.dumps(now) == pickle.dumps(kept)
+
+
+def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
+    """Return what has gone from one value to another, further on; None for what goes nowhere.
+
+    Args:
+        once: What it was.
+        twice: What it is.
+        by: How many calls to put it ahead.
+        wholly: Only what moves in every part of it; all of it is put ahead.
+    """
+    if wholly:
+        return _all_ahead(once, twice, by) if _counts(once, twice) else None
+    return _ahead(once, twice, by)
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Whether two values are one, or equal numbers, texts, arrays, or lists of such."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, Tensor | np.ndarray):
+        return a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_content, a, b))
+    return type(a) not in ATOMS or bool(a == b)
+
+
+def _counts(once: Any, twice: Any) -> bool:
+    """Whether it is another, and nothing of it is only looked up."""
+    if same_content(once, twice):
+        return False
+    if isinstance(once, list) and isinstance(twice, list):
+        pairs = list(zip(once, twice, strict=False))
+        if len(twice) > len(once):
+            return all(itertools.starmap(same_content, pairs))
+        if len(twice) < len(once) or any(itertools.starmap(same_content, pairs)):
+            return False
+    return _is_number(twice)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_number, value))
+    if isinstance(value, Tensor):
+        return value.dtype != torch.bool and type(value) is Tensor
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "iuf"
+    return type(value) in (int, float)
+
+
+def _all_ahead(once: Any, twice: Any, by: int) -> Any:
+    if isinstance(twice, list) and len(twice) > len(once or ()):
+        return twice + twice[-1:] * by
+    if isinstance(twice, list | tuple):
+        return type(twice)(_all_ahead(one, one, by) for one in twice)
+    return twice + by
+
+
+def _ahead(once: Any, twice: Any, by: int) -> Any:
+    """Return what has gone from one value to another, further on; None for what goes nowhere."""
+    kind: Any = type(twice)
+    if once is twice or type(once) is not kind or kind is bool:
+        return None
+    if kind is itertools.count:
+        start, *step = objects.start_of(twice)
+        return itertools.count(start + by, *step) if repr(once) != repr(twice) else None
+    if kind is range:
+        return len(twice) + by if len(once) < len(twice) else None
+    if isinstance(twice, int | float | np.number):
+        return twice + by if once != twice else None
+    if isinstance(twice, np.ndarray | Tensor):
+        moved = once != twice
+        return twice + moved * by if once.shape == twice.shape and moved.any() else None
+    if isinstance(twice, dict):
+        if len(once) < len(twice):
+            return twice | dict.fromkeys(range(len(twice), len(twice) + by), [*twice.values()][-1])
+        ahead = {key: _ahead(once.get(key), value, by) for key, value in twice.items()}
+        moved = {key: value for key, value in ahead.items() if value is not None}
+        return twice | moved if moved else None
+    if isinstance(twice, set):
+        return {*twice, *range(len(twice), len(twice) + by)} if len(once) < len(twice) else None
+    if not issubclass(kind, str | bytes | bytearray | array | list | tuple):
+        return None
+    if len(once) < len(twice):
+        return twice + twice[-1:] * by
+    if len(once) > len(twice) or isinstance(twice, str):
+        return None
+    parts = [_ahead(a, b, by) for a, b in zip(once, twice, strict=True)]
+    if all(part is None for part in parts):
+        return None
+    parts = [b if part is None else part for part, b in zip(parts, twice, strict=True)]
+    if isinstance(twice, array):
+        return array(twice.typecode, parts)
+    if isinstance(twice, bytes | bytearray):
+        return type(twice)(part % 256 for part in parts)
+    return tuple(parts) if isinstance(twice, tuple) else parts

@@ -21,8 +21,7 @@ from egeria_cache.skip.prove.dry_run import on_few_rows, record
 from egeria_cache.skip.prove.model_copy import ModelCopies, shared_modules
 from egeria_cache.skip.prove.traced_batch import arguments
 from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.state.surroundings import Surroundings
-from egeria_cache.skip.state.weights import Weights
+from egeria_cache.skip.state.surroundings import Surroundings, Weights
 from egeria_cache.threads import in_turns, uncollected
 
 _requires_grad = attrgetter("requires_grad")

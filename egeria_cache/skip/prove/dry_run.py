@@ -46,8 +46,7 @@ from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import known_tensors
 from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
-from egeria_cache.skip.state.surroundings import Surroundings, World
-from egeria_cache.skip.state.weights import Weights
+from egeria_cache.skip.state.surroundings import Surroundings, Weights, World
 from egeria_cache.threads import in_turns, uncollected
 
 

@@ -1,8 +1,8 @@
 """Run a copy of the model: what a dry run changes is a copy's, by construction.
 
-A copy has the model's parameters, which are put back behind each run (`weights.py`), and copies
-of everything else: buffers, attributes, queues, hooks with what they append to, private generators,
-and the inputs of the call (`pystate`). All of one dry run are copies of the model as it
+A copy has the model's parameters, which are put back behind each run (`surroundings.py`), and
+copies of everything else: buffers, attributes, queues, hooks with what they append to, private
+generators, and the inputs of the call (`pystate`). All of one dry run are copies of the model as it
 was before the user's own forward, so that no run sees what another has left. Making one takes about
 30 us per module: runs that only differ in their rows share one, as batches share a model.
 """
@@ -24,7 +24,7 @@ from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.state.quiet import quietly_in
-from egeria_cache.skip.state.weights import Weights
+from egeria_cache.skip.state.surroundings import Weights
 
 
 class ModelCopy:

@@ -26,6 +26,7 @@ from egeria_cache.attempt import is_beside
 from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.pystate import Code, tensor_digest
 from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, global_hooks, hooks_of
+from egeria_cache.skip.state.surroundings import bits
 from egeria_cache.skip.state.watch import NOTHING, TABLES, Layout, is_alike, values_of
 
 SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
@@ -433,22 +434,14 @@ def _address(view: np.ndarray) -> int:
     return address
 
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _some_elements(tensor: Tensor) -> Tensor | None:
     """Return a view of a few elements as integers, spread over the tensor's memory."""
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    plain = tensor.detach()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    integer = _INTEGER.get(plain.element_size())
-    if integer is None:
-        return None
+    plain = bits(tensor.detach())
     extent = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
     step = max(1, extent // _SAMPLED)
-    view = plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset())
-    return view.view(integer)
+    return plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset())
 
 
 def _pieces(tensor: Tensor) -> list[memoryview]:

@@ -1,7 +1,11 @@
-"""What a model's code may touch outside of the model: globals, class attributes, global hooks.
+"""What copies of a model share with it, put back where a dry run has moved it.
 
-Found by what the code of its forwards and hooks reads and assigns, through the helpers that they
-call, as far as the code is the user's own: what libraries keep in their globals is their affair.
+Parameters with their gradients, globals, class attributes, global hooks, random generators.
+
+A forward may write to parameters: averages of another encoder (MoCo, BYOL), noise, rows that are
+normalised, `loss.backward()`. A dry run runs it many times, and the loop once. What else its code
+may touch outside of the model is found by what that reads and assigns, through the helpers that it
+calls, as far as the code is the user's own: what libraries keep in their globals is their affair.
 The model's own state is not among it: a dry run runs on a copy (`prove/model_copy.py`).
 """
 
@@ -15,28 +19,20 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-import torch.nn.modules.module as registry
-from torch import nn
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
-from egeria_cache.pystate import (
-    CODE,
-    MODELS,
-    Names,
-    OfClass,
-    RandomState,
-    Reach,
-    Snapshot,
-    entries,
-    found_in,
-    is_installed_code,
-    is_library,
-    is_put_back,
-)
+from egeria_cache import pystate
+from egeria_cache.device import room
+from egeria_cache.pystate import CODE, MODELS, Names, OfClass, RandomState, Reach, Snapshot
 from egeria_cache.skip.model.calls import ForwardSlot
+from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, HOOKS
 from egeria_cache.skip.state.watch import watched_attributes
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class World:
         path = [*sys.path]
         self.outside.put_back(copies=for_a_copy)
         self.generators.restore()
-        if not all(map(is_library, sys.modules.keys() - self.modules)):
+        if not all(map(pystate.is_library, sys.modules.keys() - self.modules)):
             sys.path[:] = path  # a module that was imported may have added to it, once
 
 
@@ -60,8 +56,14 @@ def _is_users(entry: Any) -> bool:
     return not isinstance(entry, ForwardSlot)
 
 
-def _has_state(one: FunctionType) -> bool:
-    return any((one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__))
+def _global_hooks() -> list[Any]:
+    return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values()]
+
+
+def _is_watched(one: FunctionType) -> bool:
+    """Whether it is the user's, or holds something."""
+    held = one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__
+    return any(held) or not pystate.is_installed_code(one.__code__)
 
 
 class Surroundings:
@@ -75,24 +77,25 @@ class Surroundings:
     def __init__(self, model: nn.Module, shared: Iterable[nn.Module] = ()) -> None:
         self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
         self._outside = Reach(self._is_beyond, follows_code=False)
-        self._hooks = [getattr(registry, name) for name in _GLOBAL_HOOKS]
         self._of_modules: list[Any] = []
         """Their hooks, and what they hold that is not copied with them."""
-        code = [hook for hooks in self._hooks for hook in hooks.values()]
+        code = _global_hooks()
         for module in model.modules():
             own = module.__dict__
             held = watched_attributes(module).values()
             code += [type(module), *held]
-            there = (own[name] for name in entries(module) if name in own)
+            there = (own[name] for name in pystate.entries(module) if name in own)
             code += [inspect.unwrap(one, stop=_is_users) for one in there]
-            for name in _HOOKS:
+            for name in (*HOOKS, "_backward_hooks", "_backward_pre_hooks"):
                 self._of_modules += own.get(name, {}).values()
-            found = (one for value in held for one in found_in(value))
-            self._of_modules += (m for m in found if isinstance(m, nn.Module) or is_put_back(m))
+            found = (one for value in held for one in pystate.found_in(value))
+            self._of_modules += (
+                m for m in found if isinstance(m, nn.Module) or pystate.is_put_back(m)
+            )
         seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
         self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
-        found = (one for one in seen.objects if isinstance(one, FunctionType))
-        self._functions = [f for f in found if _has_state(f) or not is_installed_code(f.__code__)]
+        functions = (one for one in seen.objects if isinstance(one, FunctionType))
+        self._functions = list(filter(_is_watched, functions))
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
@@ -112,10 +115,120 @@ class Surroundings:
         return is_own or MODELS.lets_be(value)
 
     def _roots(self) -> list[Any]:
-        hooks = (hook for each in self._hooks for hook in each.values())
-        return [*self._functions, *hooks, *self._of_modules]
+        return [*self._functions, *_global_hooks(), *self._of_modules]
 
-    def _snapshot(
-        self, roots: Iterable[Any], places: Iterable[Names | OfClass], reach: Reach
-    ) -> Snapshot:
+    def _snapshot(self, roots: list[Any], places: list[Any], reach: Reach) -> Snapshot:
         return Snapshot((("", root) for root in roots), places, reach, self._own)
+
+
+class Weights:
+    """What some parameters hold now. Takes as much memory as they do, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.looks_closely = True
+        """Whether contents are compared where no version counter has moved (`p.data.mul_()`): in
+        the first runs; later of what was written so in one of them."""
+        self._kept: dict[int, tuple[str, _Held, _Held | None]] = {}
+        self._room: dict[torch.device, int] = {}
+
+    def keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Remember these, too; those that lie elsewhere (cut over ranks, made later) are left."""
+        for name, tensor in named:
+            if id(tensor) in self._kept or not _is_plain(tensor) or tensor.is_inference():
+                continue
+            grad = tensor.grad
+            kept = _Held(tensor, self._room), grad if grad is None else _Held(grad, self._room)
+            self._kept[id(tensor)] = name, *kept
+
+    def put_back(self, *, wholly: bool = False) -> dict[int, str]:
+        """Put back what differs; return id -> name of what did.
+
+        Args:
+            wholly: Whether to compare all contents, those that a device had no room to keep, too.
+        """
+        moved = {}
+        # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            for key, (name, held, grad) in self._kept.items():
+                tensor = held.tensor
+                if held.put_back(wholly, self.looks_closely):
+                    moved[key] = name
+                if tensor.requires_grad is not held.requires_grad:
+                    tensor.requires_grad_(held.requires_grad)
+                now = tensor.grad
+                if now is not (None if grad is None else grad.tensor):
+                    tensor.grad = None if grad is None else grad.tensor
+                    moved.setdefault(key, f"{name}.grad")
+                if grad is not None and grad.put_back(wholly, self.looks_closely):
+                    moved.setdefault(key, f"{name}.grad")
+        return moved
+
+
+class _Held:
+    """One tensor: the memory that it lies in, and a copy of that where there is room."""
+
+    def __init__(self, tensor: Tensor, rooms: dict[torch.device, int]) -> None:
+        self.tensor, self.requires_grad = tensor, tensor.requires_grad
+        self._data = tensor.data
+        self._place = _place(self._data)
+        self._copy = _copied(self._data, rooms) if _is_plain(tensor) else None
+        self._is_written_unseen = False
+        self._version = tensor._version
+        self._preserved: Any = torch.autograd._unsafe_preserve_version_counter(tensor)
+
+    def put_back(self, wholly: bool, closely: bool) -> bool:
+        """Put it back; return whether it was moved."""
+        was_replaced = _place(self.tensor) != self._place
+        was_written = self.tensor._version != self._version
+        if was_replaced:
+            self.tensor.data = self._data
+        looks, place = closely or self._is_written_unseen, self._data.device
+        if self._copy is not None and (
+            was_written or wholly or (looks and self._copy.device == place)
+        ):
+            copy, had_version = self._copy.to(place), was_written
+            was_written = not torch.equal(bits(self._data), bits(copy))
+            if was_written:
+                self._data.copy_(copy)
+                self._is_written_unseen |= not had_version
+        if self.tensor._version != self._version:
+            self._preserved.__exit__(None, None, None)
+        return was_replaced or was_written
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_dense and not (tensor.is_meta or tensor.is_quantized or is_lazy(tensor))
+
+
+def _place(data: Tensor) -> tuple[Any, ...]:
+    if data.layout != torch.strided:
+        return (data.layout, data.shape)
+    return (data.data_ptr(), data.device, data.dtype, data.shape, data.stride())
+
+
+def bits(data: Tensor) -> Tensor:
+    """Return it as integers: what is not a number is itself."""
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return data.view(_BITS[data.element_size()])
+
+
+def _copied(data: Tensor, rooms: dict[torch.device, int]) -> Tensor | None:
+    """Copy it where it lies, or on the host; None if there is no room on either."""
+    for device in (data.device, torch.device("cpu")):
+        left = rooms[device] if device in rooms else _room(device)
+        rooms[device] = left - data.nbytes
+        if left >= data.nbytes:
+            return data.to(device, copy=True)
+        rooms[device] = left
+    return None
+
+
+def _room(device: torch.device) -> int:
+    available: int = psutil.virtual_memory().available
+    return available // 2 if device.type == "cpu" else room(device) or 0

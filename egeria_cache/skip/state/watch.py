@@ -22,23 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from egeria_cache import pystate
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import (
     LEADS,
     Code,
-    attributes_held,
-    bases_of,
     describe,
     digest,
     has_settings,
-    in_class,
-    is_beyond,
-    is_followed,
-    is_standard,
     is_value,
-    led_to,
-    outside_state,
     own_dict,
     own_slots,
 )
@@ -164,7 +157,7 @@ class Layout:
             self.looks.append(("a closure", _cell(cell)))
             self.look_at_named("a closure", _cell(cell)())
         for function in code.functions.values():
-            if held := attributes_held(function):
+            if held := pystate.attributes_held(function):
                 self.look_into(function.__qualname__, held)
             self.looks.append((f"the code of {function.__qualname__}", _code_of(function)))
             for value in _code_of(function)()[1:]:
@@ -175,7 +168,11 @@ class Layout:
         of them.
         """
         if not has_settings(value):
-            if is_value(value) or isinstance(value, _LOOKED_INTO) or is_standard(type(value)):
+            if (
+                is_value(value)
+                or isinstance(value, _LOOKED_INTO)
+                or pystate.is_standard(type(value))
+            ):
                 self.look_into(where, value)
             return
         if id(value) in self._apart:
@@ -198,7 +195,7 @@ class Layout:
 
     def _look_in_class(self, kind: type, key: str) -> None:
         self.look_up(where := f"{kind.__qualname__}.{key}", key, self.spaces(kind))
-        self._look_at_held(where, in_class(kind, key))
+        self._look_at_held(where, pystate.in_class(kind, key))
 
     def _look_at_held(self, where: str, value: Any) -> None:
         """Look at what a module, or a class, holds: of objects of the user's at what code names; of
@@ -232,10 +229,10 @@ class Layout:
         elif isinstance(value, np.ndarray):
             self.looks.append((where, _array_look(value)))
         elif isinstance(value, LEADS):
-            self.looks.append((where, partial(led_to, value)))
-            self.look_into(where, led_to(value))
-        elif outside_state(value) is not None:
-            self.looks.append((where, partial(outside_state, value)))
+            self.looks.append((where, partial(pystate.led_to, value)))
+            self.look_into(where, pystate.led_to(value))
+        elif pystate.outside_state(value) is not None:
+            self.looks.append((where, partial(pystate.outside_state, value)))
         elif isinstance(value, (*TABLES, list, tuple, set, deque)):
             if isinstance(value, TABLES):
                 self.looks.append((where, partial(tuple, value)))
@@ -278,8 +275,8 @@ class Layout:
             self.live += ((where, group) for group in value.param_groups)
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
-        elif (own := own_dict(value)) is not None and not is_beyond(value):
-            if is_followed(type(value)):
+        elif (own := own_dict(value)) is not None and not pystate.is_beyond(value):
+            if pystate.is_followed(type(value)):
                 self._look_at(where, value, self._code.named_of(value))
             elif any((id(value), key) in self._apart for key in own):
                 self._look_at(where, value, own)
@@ -290,7 +287,7 @@ class Layout:
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
-        for base in (bases := bases_of(kind)):
+        for base in (bases := pystate.bases_of(kind)):
             if base not in self._spaces and not is_installed(base):
                 self.looks.append((f"what {base.__qualname__} inherits", partial(_BASES, base)))
         return [self._spaces.setdefault(base, vars(base)) for base in bases]

@@ -17,21 +17,25 @@ import threading
 import types
 import warnings
 from ast import literal_eval
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.device import FOREIGN_PACKAGES
-from egeria_cache.kinds import is_installed, once_per_class
+from egeria_cache.kinds import LIBRARIES, is_installed, once_per_class
 
 ATOMS: frozenset[type] = frozenset(
     {
@@ -62,8 +66,11 @@ _PACKAGES = (
     "asyncio.windows_", "torch._C", "torch._dynamo", "torch.distributed", "torch.optim",
     "torch.utils.data", "torch.utils.tensorboard", *FOREIGN_PACKAGES,
 )  # fmt: skip
-_CONTAINERS = (dict, list, tuple, set, frozenset, torch.Tensor, np.ndarray)
-MEMORY = (array.array, bytearray, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+CODE_KINDS = (types.FunctionType, type, property, staticmethod, classmethod)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
+_SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+"""Memory that other processes may write to."""
+MEMORY = (array.array, bytearray, *_SHARED)
 """Memory made in C that can be copied."""
 _OUTSIDE = frozenset(
     f"multiprocessing.{name}"
@@ -90,8 +97,6 @@ _OPAQUE = tuple(f"{name}." for name in (
 """Modules of the interpreter, and ours, whose objects say nothing about a sample."""
 _TRAINING = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 _TELLING = (RemovableHandle, logging.Logger, logging.LoggerAdapter, logging.Handler)
-SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-"""Memory that other processes may write to."""
 SINGLES = (random._inst, np.random.mtrand._rand, torch.default_generator)
 
 
@@ -214,7 +219,7 @@ def leads_out(value: Any) -> bool:
     own, held = own_dict(value), list[Any]()
     if isinstance(value, tuple):
         return any(map(leads_out, value))
-    if not isinstance(value, (*_CLASSES, *_CONTAINERS)):
+    if not isinstance(value, (*_CLASSES, *CONTAINERS, Tensor, np.ndarray)):
         if own is None and not slot_names(type(value)):
             held = gc.get_referents(value)
         elif own and is_foreign(value) and not is_opaque(type(value)):
@@ -244,6 +249,11 @@ def outside_state(value: Any) -> Any:
 def is_library(module: str | None) -> bool:
     """Whether code of this Python module belongs to a library, whose globals are its own."""
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def is_installed_code(code: CodeType) -> bool:
+    """Whether it is a library's, or Python's own."""
+    return code.co_filename.startswith((*LIBRARIES, "<frozen"))
 
 
 def own_dict(value: Any) -> dict[str, Any] | None:
@@ -321,11 +331,6 @@ def _is_one_of_training(value: Any) -> bool:
     return isinstance(value, _TRAINING)
 
 
-def is_users(kind: type) -> bool:
-    """Whether a class belongs neither to Python nor to a library."""
-    return not (is_standard(kind) or is_opaque(kind) or is_installed(kind))
-
-
 @once_per_class
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class say nothing about a sample."""
@@ -358,3 +363,65 @@ def state_of(value: Any) -> list[Any]:
         return [parts]
     args, state = (*parts[1:3], None)[:2]
     return [*args, *(state.values() if isinstance(state, dict) else [state])]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far is looked, and how much of what is found is kept."""
+
+    lets_be: Callable[[Any], bool]
+    max_objects: int = 100_000
+    max_items: int = 1 << 30
+    """Of a container that is kept whole."""
+    max_held: int = 1 << 30
+    """Of its items that are looked into."""
+    max_bytes: int = 256 << 20
+    """Of all tensors and arrays together."""
+    follows_code: bool = True
+    sketches: bool = False
+    """Whether what cannot be kept is looked at here and there; nothing is put back."""
+
+
+def _is_beyond_models(value: Any) -> bool:
+    if isinstance(value, types.FunctionType | type):
+        return is_library(value.__module__)
+    if isinstance(value, _lru_cache_wrapper):  # it runs once for us and the user
+        return True
+    if isinstance(value, Tensor) and value.requires_grad:
+        return True
+    looked_at = (StandIn, threading.local, *MEMORY, *CONTAINERS)
+    return not isinstance(value, looked_at) and is_beyond(value)
+
+
+def _is_beyond_values(value: Any) -> bool:
+    return isinstance(value, nn.Module) or _is_beyond_models(value)
+
+
+def ends(value: Any) -> bool:
+    """Whether it leads to nothing of the user's."""
+    if isinstance(value, type):
+        return is_standard(value) or is_opaque(value) or is_installed(value)
+    is_function = isinstance(value, types.FunctionType)
+    return is_function and is_installed_code(value.__code__) and not value.__closure__
+
+
+def holds_threads(value: Any) -> bool:
+    """Whether an object has threads of its own, which write to it, too."""
+    held = (own_dict(value) or {}).values()
+    return any(isinstance(part, threading.Thread | Executor) for part in held)
+
+
+def _is_beyond_data(value: Any) -> bool:
+    if isinstance(value, Tensor):  # what other processes may write to is not put back
+        return not value.is_cpu or value.is_shared()
+    if isinstance(value, _SHARED) or ends(value) or is_opaque(type(value)):
+        return True
+    return holds_threads(value) or (is_training(value) and not is_frozen(value))
+
+
+MODELS = Reach(_is_beyond_models, follows_code=False)
+"""All that the code of a model may touch."""
+CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
+"""The same, but for modules, and the code that finds it."""
+DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
+"""What loading samples may move; a larger array is data."""
