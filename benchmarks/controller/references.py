@@ -13,12 +13,7 @@ from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns, seconds
 from egeria_core import sp_loss
 from egeria_core.reference import Call, Probe
-from egeria_core.reference.references import (
-    DynamicInt8Reference,
-    Reference,
-    StaticInt8Reference,
-    run_layer,
-)
+from egeria_core.reference.references import Reference, run_layer
 
 __all__ = ["reference_speeds"]
 
@@ -65,9 +60,9 @@ def reference_speeds(repeats: int) -> list[dict[str, Any]]:
 def _speeds(name: str, model: nn.Module, x: Tensor, repeats: int) -> list[dict[str, Any]]:
     """Build every kind of reference of the whole model; run all in turns."""
     model.eval().requires_grad_(False)
-    probe = Probe([Call("model", (x,), {})], len(x), len(x))
-    int8: type = StaticInt8Reference if name.startswith("ResNet") else DynamicInt8Reference
-    kinds: list[Reference] = [Reference(), int8()]
+    probe = Probe([Call("model", (x,), {})], len(x))
+    int8 = "int8-static" if name.startswith("ResNet") else "int8-dynamic"
+    kinds = [Reference(), Reference(int8)]
     build_s = [seconds(partial(reference.build, [model], probe)) for reference in kinds]
     uses = {reference.name: partial(reference.run, probe) for reference in kinds}
     times = in_turns(repeat(uses, 1 + max(3, repeats)), warm_up=1).wall

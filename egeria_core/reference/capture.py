@@ -9,21 +9,14 @@ placeholders without data.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache import FrozenPrefix
@@ -33,11 +26,6 @@ from egeria_core.ranks import plain_structure
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
 # would attend to every token twice. Training never reads one.
 _STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
-
-
-Wire = tuple[int, tuple[Any, ...]]
-"""The number of an earlier call, and the keys that lead to a leaf in its output: none where that is
-the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +38,9 @@ class Call:
     module: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    wires: dict[int, Wire] = field(default_factory=dict)
-    """Which of the arguments' leaves, by number, are leaves of earlier outputs; None is in their
-    places."""
+    wires: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Which of the arguments' leaves, by number, are which leaves of which earlier calls' outputs;
+    None is in their places."""
 
 
 @dataclass(slots=True)
@@ -61,49 +49,21 @@ class Probe:
 
     calls: list[Call] = field(default_factory=list)
     """The last modules of the layer that feed each other directly."""
-    batch_size: int = 0
-    """Rows of the batch it was taken from."""
     num_rows: int = 0
-    """Rows kept of it."""
+    """Rows kept of the batch it was taken from."""
 
     def mapped(self, function: Callable[[Any], Any]) -> Probe:
         """Return the probe with a function of each leaf of the arguments."""
-        calls = [
-            replace(
-                call, args=tree_map(function, call.args), kwargs=tree_map(function, call.kwargs)
-            )
-            for call in self.calls
-        ]
+        arguments = [tree_map(function, (call.args, call.kwargs)) for call in self.calls]
+        pairs = zip(self.calls, arguments, strict=True)
+        calls = [replace(call, args=args, kwargs=kwargs) for call, (args, kwargs) in pairs]
         return replace(self, calls=calls)
 
 
-def run_calls(modules: Sequence[nn.Module], calls: Sequence[Call]) -> Any:
-    """Call the modules one after another as recorded; return the last output.
-
-    Raises:
-        ValueError: There are no calls.
-    """
-    if not calls:
-        raise ValueError("no calls were recorded")
-    results: list[Any] = []
-    for module, call in zip(modules, calls, strict=True):
-        leaves, spec = tree_flatten((call.args, call.kwargs))
-        for number, (earlier, path) in call.wires.items():
-            leaves[number] = reduce(operator.getitem, path, results[earlier])
-        args, kwargs = tree_unflatten(leaves, spec)
-        results.append(module(*args, **kwargs))
-    return results[-1]
-
-
-def first_activation(output: Any, batch: int | None = None) -> Tensor | None:
-    """Return the first floating-point leaf that has rows (`batch` of them if given)."""
+def first_activation(output: Any, rows: int) -> Tensor | None:
+    """Return the first floating-point leaf with so many rows."""
     for leaf in tree_leaves(output):
-        if (
-            isinstance(leaf, Tensor)
-            and leaf.is_floating_point()
-            and leaf.dim() > 0
-            and (batch is None or len(leaf) == batch)
-        ):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (rows,):
             return leaf
     return None
 
@@ -141,12 +101,13 @@ class LayerTap:
         self.armed: int | None = None
         """The layer that was armed last and not taken yet."""
         self._training: bool | None = None
+        self._batch = 0
         self._handles: list[RemovableHandle] = []
         self._forget()
         for index, names in enumerate(layers):
             for position, name in enumerate(names):
                 module = model.get_submodule(name)
-                before = Hook(partial(self._before, index, position, name))
+                before = Hook(partial(self._before, index, position == 0, name))
                 after = Hook(partial(self._after, index, position == len(names) - 1))
                 self._handles += [
                     module.register_forward_pre_hook(before, with_kwargs=True),
@@ -155,7 +116,7 @@ class LayerTap:
 
     def _forget(self) -> None:
         self._probe = Probe()
-        self._results: list[list[tuple[Tensor, tuple[Any, ...], int]]] = []
+        self._outputs: list[list[tuple[Any, int]]] = []
         self._done = False
 
     def arm(self, layer: int, num_rows: int, *, training: bool | None = None) -> None:
@@ -178,12 +139,11 @@ class LayerTap:
         """Remove every hook; idempotent."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self.armed = None
 
-    def _before(self, layer: int, position: int, name: str, module: Any, *call: Any) -> None:
+    def _before(self, layer: int, first: bool, name: str, module: Any, *call: Any) -> None:
         if self.armed == layer:
-            self._record(position, name, call)
+            self._record(first, name, call)
 
     def _after(self, layer: int, last: bool, module: Any, args: Any, output: Any) -> None:
         if self.armed == layer:
@@ -196,11 +156,11 @@ class LayerTap:
         return mode and not self._done and torch.is_grad_enabled()
 
     @torch._disable_dynamo  # not torch.compiler.disable, which would import the compiler at once
-    def _record(self, position: int, name: str, call: tuple[Any, dict[str, Any]]) -> None:
+    def _record(self, first: bool, name: str, call: tuple[Any, dict[str, Any]]) -> None:
         """Copy the arguments' first rows, or note which earlier output they are."""
         if not self._is_wanted:
             return
-        if position == 0:
+        if first:
             self._forget()
         args, kwargs = call
         kwargs = {k: None if k in _STATEFUL_ARGUMENTS else v for k, v in kwargs.items()}
@@ -211,59 +171,40 @@ class LayerTap:
             # Something between the two modules is not a module (a functional ReLU, an addition).
             # The layer is judged from here on; what lies before cannot be run again by itself.
             self._forget()
-            self._probe.batch_size = self._batch_of(leaves)
+            tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
+            tensors.sort(key=lambda x: not x.is_floating_point())
+            self._batch = len(tensors[0]) if tensors else 0
         kept = [None if n in wires else self._keep(leaf) for n, leaf in enumerate(leaves)]
-        new_args, new_kwargs = tree_unflatten(kept, spec)
-        self._probe.calls.append(Call(name, tuple(new_args), dict(new_kwargs), wires))
+        args, kwargs = tree_unflatten(kept, spec)
+        self._probe.calls.append(Call(name, args, kwargs, wires))
 
     @torch._disable_dynamo
     def _record_output(self, last: bool, output: Any) -> None:
         """Remember the output for wiring; the last module's shows whether it can be compared."""
         if not self._is_wanted or not self._probe.calls:
             return
-        outputs = [
-            (leaf, tuple(map(_key, path)), leaf._version)
-            for path, leaf in tree_flatten_with_path(output)[0]
-            if isinstance(leaf, Tensor)
-        ]
-        self._results.append(outputs)
-        if not last:
-            return
-        size = self._probe.batch_size
-        self._probe.num_rows = min(size, self.num_rows)
-        self._done = first_activation(output, size) is not None
-        self._results.clear()
+        leaves = tree_leaves(output)
+        self._outputs.append([(leaf, getattr(leaf, "_version", 0)) for leaf in leaves])
+        if last:
+            self._probe.num_rows = min(self._batch, self.num_rows)
+            self._done = first_activation(output, self._batch) is not None
+            self._outputs.clear()
 
-    def _wire(self, leaf: Any) -> Wire | None:
-        if isinstance(leaf, Tensor):
-            for call, outputs in enumerate(self._results):
-                for output, path, version in outputs:
-                    # The same object, and not written to in between (an in-place ReLU).
-                    if output is leaf and version == leaf._version:
-                        return call, path
+    def _wire(self, leaf: Any) -> tuple[int, int] | None:
+        """Return which call returned a leaf, and as which of its leaves."""
+        for call, outputs in enumerate(self._outputs):
+            for number, (output, version) in enumerate(outputs):
+                # The same object, and not written to in between (an in-place ReLU).
+                if isinstance(leaf, Tensor) and output is leaf and version == leaf._version:
+                    return call, number
         return None
-
-    def _batch_of(self, leaves: Sequence[Any]) -> int:
-        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
-        tensors.sort(key=lambda x: not x.is_floating_point())
-        return len(tensors[0]) if tensors else 0
 
     def _keep(self, leaf: Any) -> Any:
         """Copy: the module, or the one after it, may write into this tensor in place."""
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf, size = leaf.detach(), self._probe.batch_size
-        if leaf.dim() > 0 and len(leaf) == size:
-            leaf = leaf[: self.num_rows]
-        return leaf.clone()
-
-
-def _key(entry: Any) -> Any:
-    """Return what `[]` takes for one step of a pytree path."""
-    for attribute in ("idx", "key", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    raise TypeError(f"cannot follow {entry!r} into a module's output")
+        leaf = leaf.detach()
+        return (leaf[: self.num_rows] if leaf.shape[:1] == (self._batch,) else leaf).clone()
 
 
 Weights = list[dict[str, Tensor]]

@@ -30,6 +30,11 @@ from egeria_core.config import ReferenceKind
 from egeria_core.history import Verdict
 from egeria_core.reference.references import EvaluatorError, InputItem, ReferenceRunner
 
+QUEUE_LENGTH = 2
+"""Evaluations that may wait. More would be read too late to be of use."""
+CPU_SHARE = 4
+"""A quarter of the machine's CPUs are its own."""
+
 
 def _rebuild(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
@@ -73,14 +78,6 @@ def receive(connection: Connection) -> Any:
     """
     head, count = connection.recv()
     return pickle.loads(head, buffers=[bytearray(connection.recv_bytes()) for _ in range(count)])
-
-
-QUEUE_LENGTH = 2
-"""Evaluations that may wait. More would be read too late to be of use."""
-CPU_SHARE = 4
-"""A quarter of the machine's CPUs are its own."""
-
-Waiting = Future[Verdict]
 
 
 class InlineEvaluator:
@@ -144,9 +141,10 @@ class ProcessEvaluator:
             start_new_session=True,
         )
         theirs.close()
-        self._items: queue.SimpleQueue[tuple[InputItem, Waiting] | None] = queue.SimpleQueue()
-        self._waiting: deque[Waiting] = deque()
-        self._lost = False
+        self._items: queue.SimpleQueue[tuple[InputItem, Future[Verdict]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._waiting: deque[Future[Verdict]] = deque()
         self._thread = threading.Thread(target=self._talk, name="egeria-evaluator", daemon=True)
         self._thread.start()
 
@@ -178,9 +176,9 @@ class ProcessEvaluator:
 
     def submit(self, item: InputItem) -> bool:
         """Queue for sending, or drop where others wait already."""
-        if self._lost or sum(not answer.done() for answer in self._waiting) >= QUEUE_LENGTH:
+        if sum(not answer.done() for answer in self._waiting) >= QUEUE_LENGTH:
             return False
-        answer: Waiting = Future()
+        answer: Future[Verdict] = Future()
         self._waiting.append(answer)
         self._items.put((item, answer))
         return True
@@ -189,20 +187,12 @@ class ProcessEvaluator:
         """Return the verdicts that are ready, having waited so long for all of them.
 
         Raises:
-            EvaluatorError: Once, when the process has died; it gives nothing from then on.
+            EvaluatorError: An evaluation failed, and the process has ended: close it.
         """
         wait(self._waiting, timeout_s, FIRST_EXCEPTION)
         verdicts: list[Verdict] = []
         while self._waiting and self._waiting[0].done():
-            error = self._waiting[0].exception()
-            if error is None:
-                verdicts.append(self._waiting.popleft().result())
-            elif verdicts:
-                break
-            else:
-                self._waiting.clear()
-                self._lost = True
-                raise error
+            verdicts.append(self._waiting.popleft().result())
         return verdicts
 
     def close(self) -> None:

@@ -14,27 +14,33 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_cache import EgeriaError
 from egeria_cache.device import Event
 from egeria_core.config import ReferenceKind
 from egeria_core.history import Verdict
-from egeria_core.reference.capture import (
-    Call,
-    Probe,
-    Weights,
-    first_activation,
-    load_weights,
-    run_calls,
-)
+from egeria_core.reference.capture import Probe, Weights, first_activation, load_weights
+
+_ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
+"""The fastest first; where the processor does not add products of 8 bits in 32, its sums overflow,
+and the others leave a bit of room."""
+INT8_PAYS_ABOVE = 2e9
+"""Floating-point operations of the layer's forward on the probe, some 20 ms of a CPU. An int8 build
+takes 0.1-3 s, which W such forwards must win back. Counted, not timed: runs must take the same."""
+MAX_NOISE = 1e-3
+"""SP between the reference and fp32 with the same weights, at any plasticity: past it the
+quantised layer is another layer (seen in working ones: 6e-8 to 6e-6)."""
+NOISE_SHARE = 0.1
+"""The noise must stay below this part of the plasticity that is read with it."""
 
 
 class EvaluatorError(EgeriaError):
@@ -77,7 +83,28 @@ def _similarity(act: Tensor) -> Tensor:
     return F.normalize(rows @ rows.T, p=2.0, dim=1)
 
 
-def cast(probe: Probe) -> Probe:
+@torch.no_grad()
+def run_layer(modules: Sequence[nn.Module], probe: Probe) -> Tensor:
+    """Run the layer on the probe's inputs; return its activation, in single precision.
+
+    Raises:
+        EvaluatorError: The layer returned no floating-point tensor.
+    """
+    outputs: list[list[Any]] = []
+    for module, call in zip(modules, in_fp32(probe).calls, strict=False):
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        for number, (earlier, leaf) in call.wires.items():
+            leaves[number] = outputs[earlier][leaf]
+        args, kwargs = tree_unflatten(leaves, spec)
+        outputs.append(tree_leaves(module(*args, **kwargs)))
+    activation = first_activation(outputs[-1], probe.num_rows)
+    if activation is None:
+        names = ", ".join(call.module for call in probe.calls)
+        raise EvaluatorError(f"{names}: no floating-point output with a batch dimension")
+    return activation.float()
+
+
+def in_fp32(probe: Probe) -> Probe:
     """Return a copy with floating-point tensors in single precision.
 
     Always a copy: the layer may begin with an in-place operation, and calls are run again.
@@ -89,54 +116,6 @@ def cast(probe: Probe) -> Probe:
         return leaf.to(torch.float32 if leaf.is_floating_point() else leaf.dtype, copy=True)
 
     return probe.mapped(convert)
-
-
-@torch.no_grad()
-def run_layer(modules: Sequence[nn.Module], probe: Probe) -> Tensor:
-    """Run the layer on the probe's inputs; return its activation, in single precision.
-
-    Raises:
-        EvaluatorError: The layer returned no floating-point tensor.
-    """
-    activation = first_activation(run_calls(modules, cast(probe).calls), probe.num_rows)
-    if activation is None:
-        names = ", ".join(call.module for call in probe.calls)
-        raise EvaluatorError(f"{names}: no floating-point output with a batch dimension")
-    return activation.float()
-
-
-class Reference:
-    """One layer, frozen in time: a copy of its modules. Not thread-safe."""
-
-    name = "fp32"
-    """As it appears in the history. Only `fp32` returns what the layer itself returns."""
-    costly = False
-    """Whether a refresh is much dearer than copying weights."""
-
-    def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
-
-    def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Take the weights of `modules` (inference mode, full precision) as they are now.
-
-        Args:
-            modules: Those that `probe.calls` names, in order. They stay the caller's: later
-                changes of their weights must not show.
-            probe: Calibration data.
-
-        Raises:
-            Exception: Of any kind, where this kind of reference cannot represent the layer.
-        """
-        self._modules = copy.deepcopy(list(modules))
-
-    def run(self, probe: Probe) -> Tensor:
-        """Return the layer's activation for the probe's rows."""
-        return run_layer(self._modules, probe)
-
-
-_ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")
-"""The fastest first; where the processor does not add products of 8 bits in 32, its sums overflow,
-and the others leave a bit of room."""
 
 
 @contextmanager
@@ -159,135 +138,71 @@ def quantization() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-class DynamicInt8Reference(Reference):
-    """Linear layers in int8 per channel, activations quantised as they come: for transformers."""
+def _quantised(modules: list[nn.Module]) -> list[nn.Module]:
+    """Have linear layers in int8 per channel, activations quantised as they come."""
+    from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
 
-    name = "int8-dynamic"
-    costly = True
+    root = nn.ModuleList(modules)
+    quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
+    return list(root)
+
+
+def _calibrated(modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
+    """Return one module that does what they do one after another, in int8, traced by FX."""
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    for number, call in enumerate(probe.calls):
+        wires = {0: (number - 1, 0)} if number else {}
+        if call.wires != wires or len(call.args) != 1 or call.kwargs:
+            raise EvaluatorError("its modules hand on more than one tensor to each other")
+    inputs = in_fp32(probe).calls[0].args
+    mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
+    prepared = prepare_fx(nn.Sequential(*modules), mapping, inputs)
+    # The probe's rows are what the reference will be asked about: more data bring nothing.
+    prepared(*inputs)
+    return [convert_fx(prepared)]
+
+
+class Reference:
+    """One layer, frozen in time: a copy of its modules. Not thread-safe.
+
+    Args:
+        name: `fp32`; `int8-dynamic`, of linear layers, for transformers; `int8-static`, calibrated
+            on the probe, for CNNs. Only `fp32` returns what the layer itself returns.
+    """
+
+    def __init__(self, name: str = "fp32") -> None:
+        self.name = name
+        self.costly = name != "fp32"
+        """Whether a refresh is much dearer than copying weights."""
 
     def build(self, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Quantise copies of the modules.
+        """Take the weights of `modules` (inference mode, full precision) as they are now.
+
+        Args:
+            modules: Those that `probe.calls` names, in order. They stay the caller's: later
+                changes of their weights must not show.
+            probe: Calibration data.
 
         Raises:
-            EvaluatorError: There is nothing in them to quantise.
+            Exception: Of any kind, where this kind of reference cannot represent the layer.
         """
+        self._modules = copy.deepcopy(list(modules))
+        if not self.costly:
+            return
+        is_static = self.name == "int8-static"
         with quantization(), torch.no_grad():
-            self._modules = self._quantised(copy.deepcopy(list(modules)), probe)
+            copies = self._modules
+            self._modules = _calibrated(copies, probe) if is_static else _quantised(copies)
         inner = (m for module in self._modules for m in module.modules())
         if not any("quantized" in type(module).__module__ for module in inner):
             raise EvaluatorError("nothing in the layer could be quantised")
 
-    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
-        """Return copies, or one module that does what they do one after another."""
-        from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
-
-        root = nn.ModuleList(modules)
-        quantize_dynamic(root, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
-        return list(root)
-
     def run(self, probe: Probe) -> Tensor:
-        """Run the quantised copies."""
-        with quantization():
-            return run_layer(self._modules, replace(probe, calls=probe.calls[: len(self._modules)]))
-
-
-class StaticInt8Reference(DynamicInt8Reference):
-    """Weights and activations in int8, traced by FX and calibrated on the probe: for CNNs."""
-
-    name = "int8-static"
-
-    def _quantised(self, modules: list[nn.Module], probe: Probe) -> list[nn.Module]:
-        from torch.ao.quantization import get_default_qconfig_mapping
-        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-
-        if not all(_is_sequential(number, call) for number, call in enumerate(probe.calls)):
-            raise EvaluatorError("its modules hand on more than one tensor to each other")
-        inputs = cast(probe).calls[0].args
-        mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
-        prepared = prepare_fx(nn.Sequential(*modules), mapping, inputs)
-        # The probe's rows are what the reference will be asked about: more data bring nothing.
-        prepared(*inputs)
-        return [convert_fx(prepared)]
-
-
-def _is_sequential(number: int, call: Call) -> bool:
-    """Whether a call gets one tensor alone, that which the call before has returned."""
-    wires = {0: (number - 1, ())} if number else {}
-    return call.wires == wires and len(call.args) == 1 and not call.kwargs
-
-
-INT8_PAYS_ABOVE = 2e9
-"""Floating-point operations of the layer's forward on the probe, some 20 ms of a CPU. An int8 build
-takes 0.1-3 s, which W such forwards must win back. Counted, not timed: runs must take the same."""
-MAX_NOISE = 1e-3
-"""SP between the reference and fp32 with the same weights, at any plasticity: past it the
-quantised layer is another layer (seen in working ones: 6e-8 to 6e-6)."""
-NOISE_SHARE = 0.1
-"""The noise must stay below this part of the plasticity that is read with it."""
-
-
-class ReferenceChain:
-    """The reference of one layer, and what to fall back on. Not thread-safe.
-
-    Args:
-        kind: What was asked for.
-    """
-
-    def __init__(self, kind: ReferenceKind) -> None:
-        self._kind = kind
-        self.reference: Reference | None = None
-        """In use; None: not yet built."""
-        self.noise = 0.0
-        """SP between the reference and full precision with the same weights, at the last build."""
-        self.plasticity = math.inf
-        """What was read with it last, which its noise must not drown."""
-
-    def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
-        """Rebuild from the modules' present weights; return a line where it has fallen back.
-
-        Raises:
-            Exception: The layer cannot be run.
-        """
-        notes: list[str] = []
-        if self.reference is None:
-            self.reference = self._choose(modules, probe)
-            run_layer(modules, probe)  # a layer that cannot run here shows it now
-        if self.reference.costly:
-            try:
-                self._check(self.reference, modules, probe)
-            except Exception as error:  # quantisation tools fail in their own ways
-                why = f"{type(error).__name__}: {error}"
-                notes.append(f"{self.reference.name} reference not used: {why}")
-                self.reference, self.noise = Reference(), 0.0
-        if not self.reference.costly:
-            self.reference.build(modules, probe)
-        return notes
-
-    def _check(self, reference: Reference, modules: Sequence[nn.Module], probe: Probe) -> None:
-        """Build a reference and compare it with the layer."""
-        reference.build(modules, probe)
-        self.noise = float(sp_loss(run_layer(modules, probe), reference.run(probe)))
-        if not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
-            raise ValueError(
-                f"self-check: SP to fp32 with the same weights is {self.noise:.2g}, the plasticity "
-                f"{self.plasticity:.2g}"
-            )
-
-    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> Reference:
-        """Return a reference of the kind that was asked for and suits the layer."""
-        cheap = self._kind == "auto" and _arithmetic(modules, probe) < INT8_PAYS_ABOVE
-        if self._kind == "fp32" or cheap:
-            return Reference()
-        inner = [m for module in modules for m in module.modules()]
-        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
-        return StaticInt8Reference() if convolves else DynamicInt8Reference()
-
-
-def _arithmetic(modules: Sequence[nn.Module], probe: Probe) -> int:
-    """Return the floating-point operations of a forward; that of a fused layer is taken apart."""
-    with quantization(), FlopCounterMode(display=False) as counted:
-        run_layer(modules, probe)
-    return int(counted.get_total_flops())
+        """Return the layer's activation for the probe's rows."""
+        with quantization() if self.costly else nullcontext():
+            return run_layer(self._modules, probe)
 
 
 @dataclass(slots=True)
@@ -311,9 +226,10 @@ class InputItem:
 
     def arrive(self) -> None:
         """Wait until all that was copied from the device is there."""
-        ready, self.ready = self.ready, None
+        ready = self.ready
         if ready is not None:
             ready.synchronize()
+        self.ready = None
 
 
 class ReferenceRunner:
@@ -325,9 +241,14 @@ class ReferenceRunner:
 
     def __init__(self, kind: ReferenceKind) -> None:
         self._kind = kind
-        self._chain = ReferenceChain(kind)
         self._modules: list[nn.Module] = []
         self._layer: int | None = None
+        self.reference: Reference | None = None
+        """In use; None: not yet built."""
+        self.noise = 0.0
+        """SP between the reference and full precision with the same weights, at the last build."""
+        self.plasticity = math.inf
+        """What was read with it last, which its noise must not drown."""
 
     def run(self, item: InputItem) -> Verdict:
         """Run layer and reference on the probe, then refresh the reference if it is time.
@@ -339,21 +260,59 @@ class ReferenceRunner:
         start = time.perf_counter()
         if item.modules is not None:
             self._modules, self._layer = item.modules, item.layer
-            self._chain = ReferenceChain(self._kind)
+            self.reference, self.noise, self.plasticity = None, 0.0, math.inf
         if item.layer != self._layer:
             raise EvaluatorError(f"no structure was sent for layer {item.layer}")
         load_weights(self._modules, item.weights)
         verdict = Verdict(item.step, item.layer, None)
-        if item.judge:
-            reference = self._chain.reference
-            if reference is None:
-                raise EvaluatorError(f"layer {item.layer} has no reference yet")
-            theirs = reference.run(item.probe)
-            verdict.value = float(item.distance(run_layer(self._modules, item.probe), theirs))
-            verdict.reference, verdict.noise = reference.name, self._chain.noise
-            self._chain.plasticity = verdict.value
+        if item.judge and self.reference is not None:
+            theirs = self.reference.run(item.probe)
+            self.plasticity = float(item.distance(run_layer(self._modules, item.probe), theirs))
+            verdict.value = self.plasticity
+            verdict.reference, verdict.noise = self.reference.name, self.noise
         if item.refresh:
-            verdict.notes += self._chain.refresh(self._modules, item.probe)
-        verdict.costly = self._chain.reference is not None and self._chain.reference.costly
+            verdict.notes += self.refresh(self._modules, item.probe)
+        verdict.costly = self.reference is not None and self.reference.costly
         verdict.seconds = time.perf_counter() - start
         return verdict
+
+    def refresh(self, modules: Sequence[nn.Module], probe: Probe) -> list[str]:
+        """Rebuild from the modules' present weights; return a line where it has fallen back.
+
+        Raises:
+            Exception: The layer cannot be run.
+        """
+        notes: list[str] = []
+        if self.reference is None:
+            self.reference = self._choose(modules, probe)
+            run_layer(modules, probe)  # a layer that cannot run here shows it now
+        if self.reference.costly:
+            try:
+                self.reference.build(modules, probe)
+                self.noise = float(sp_loss(run_layer(modules, probe), self.reference.run(probe)))
+                if not self.noise <= min(MAX_NOISE, NOISE_SHARE * self.plasticity):
+                    raise ValueError(
+                        f"self-check: SP to fp32 with the same weights is {self.noise:.2g}, the "
+                        f"plasticity {self.plasticity:.2g}"
+                    )
+            except Exception as error:  # quantisation tools fail in their own ways
+                why = f"{type(error).__name__}: {error}"
+                notes.append(f"{self.reference.name} reference not used: {why}")
+                self.reference, self.noise = Reference(), 0.0
+        if not self.reference.costly:
+            self.reference.build(modules, probe)
+        return notes
+
+    def _choose(self, modules: Sequence[nn.Module], probe: Probe) -> Reference:
+        """Return a reference of the kind that was asked for and suits the layer."""
+        if self._kind == "auto":
+            # That of a fused layer is taken apart.
+            with quantization(), FlopCounterMode(display=False) as counted:
+                run_layer(modules, probe)
+            if counted.get_total_flops() < INT8_PAYS_ABOVE:
+                return Reference()
+        elif self._kind == "fp32":
+            return Reference()
+        inner = [m for module in modules for m in module.modules()]
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in inner)
+        return Reference("int8-static" if convolves else "int8-dynamic")

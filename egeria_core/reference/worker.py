@@ -65,20 +65,16 @@ def serve(pipe: Connection, kind: ReferenceKind) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _step_back() -> None:
-    """Be the first to yield the CPU, and the first that the kernel kills when memory is short."""
+def main(argv: list[str]) -> int:
+    """Serve on the file descriptor given; see `ProcessEvaluator`."""
+    fd, kind, threads, main_path = argv
+    # It is the first to yield the CPU, and the first that the kernel kills when memory is short.
     with suppress(OSError):
         os.nice(19)
         Path("/proc/self/oom_score_adj").write_text("500")
         if os.getsid(0) == os.getpid():
             # Where sessions share the CPU evenly, it is the session's niceness that counts.
             Path("/proc/self/autogroup").write_text("19")
-
-
-def main(argv: list[str]) -> int:
-    """Serve on the file descriptor given; see `ProcessEvaluator`."""
-    fd, kind, threads, main_path = argv
-    _step_back()
     torch.set_num_threads(int(threads))
     sys.modules["__main__"] = MainModule(main_path)
     serve(Connection(int(fd)), cast(ReferenceKind, kind))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from egeria_cache.device import Event, Held, device_of, mark, runs_late, to_host
+from egeria_cache.device import Held, device_of, mark, runs_late, to_host
 from egeria_core import reference
 from egeria_core.history import Verdict
 from egeria_core.watch.meters import Meter, Watched
@@ -35,84 +36,71 @@ class ActivationMeter(Meter):
     def __init__(self, watched: Watched) -> None:
         self._model, self._layers, self._every = watched.model, watched.layers, watched.every
         self._config, self._history = watched.config, watched.history
-        self._tap: reference.LayerTap | None = None
         self._tapped: list[tuple[str, ...]] = []
+        self._tap = reference.LayerTap(self._model, [])
         self._rows = PROBE_ROWS
         self._misses = self._short = self._drops = 0
         self._undecided: list[Verdict] = []
         self._held = Held()
-        self._forget_reference()
+        self._kept: reference.InputItem | None = None
+        """What the reference was made of."""
+        self._costly = False
         self.bind()
         # A process takes seconds to start; the bootstrapping stage is time enough.
         kind = self._config.evaluator_for(device_of(self._model).type)
         make = reference.ProcessEvaluator if kind == "process" else reference.InlineEvaluator
         self._evaluator: reference.Evaluator | None = make(self._config.reference)
 
-    def _forget_reference(self) -> None:
-        self._layer: int | None = None
-        self._refreshed_at: int | None = None
-        self._costly = False
-        self._kept: tuple[reference.Probe, reference.Weights] | None = None
-        self._kept_ready: Event | None = None
+    @property
+    def _layer(self) -> int | None:
+        """Of which there is a reference."""
+        return None if self._kept is None else self._kept.layer
 
     def bind(self) -> None:
         """Hook every layer that can become the front, unless that has been done."""
         names = [layer.modules for layer in self._layers.layers[:-1]]
         if names != self._tapped:
-            if self._tap is not None:
-                self._tap.close()
-            self._tapped = names
-            self._tap = reference.LayerTap(self._model, names)
+            self._tap.close()
+            self._tapped, self._tap = names, reference.LayerTap(self._model, names)
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
-        if self._tap is not None and self._evaluator is not None and frozen < len(self._tapped):
+        if self._evaluator is not None and frozen < len(self._tapped):
             # A layer's curve starts with as many rows as its first batch has, and keeps them.
             rows = self._rows if frozen == self._layer else PROBE_ROWS
             self._tap.arm(frozen, rows, training=self._layers.training)
 
     def measure(self, step: int, frozen: int) -> None:
         """Hand the probe and the layer's weights to the evaluator."""
-        probe = self._captured(step, frozen)
+        armed, probe = self._tap.armed, self._tap.take()
+        if self._evaluator is None or armed is None or armed != frozen:
+            return  # the front has just moved on; what was captured belongs to another layer
         if probe is None:
+            self._miss(step, frozen)
             return
+        self._misses = 0
         new = self._layer != frozen
         if new:
-            self._forget_reference()
-            self._rows = probe.num_rows
-        is_whole, age = self._is_long_enough(probe, step), self._age(step)
+            self._kept, self._costly, self._rows = None, False, probe.num_rows
+        is_whole = self._is_long_enough(probe, step)
+        age = 0 if self._kept is None else (step - self._kept.step) // self._every
         # Of a reference whose refresh only copies weights all readings are of one age: one taken
         # later, because an evaluation was dropped, would stand out of the curve for no reason of
         # the layer's. Where it quantises, the moving average over W readings compares equal ages.
         judge = is_whole and (age == 1 or (self._costly and age > 0))
         refresh = age == 0 or not self._costly or age >= self._config.window
         if judge or refresh:
-            modules = self._modules(probe)
-            if runs_late(device_of(self._model)):
+            modules, device = self._modules(probe), device_of(self._model)
+            if runs_late(device):
                 probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
             weights = reference.copy_weights(modules)
-            item = reference.InputItem(
-                step, frozen, probe, judge, refresh, weights, distance=self.distance
-            )
-            item.modules = self._structure(modules) if new else None
-            self._submit(item, mark(device_of(self._model)))
-
-    def _age(self, step: int) -> int:
-        """Return the reference's, in evaluations; 0: there is none."""
-        return 0 if self._refreshed_at is None else (step - self._refreshed_at) // self._every
-
-    def _captured(self, step: int, frozen: int) -> reference.Probe | None:
-        """Return what the hooks of the front layer have recorded."""
-        if self._tap is None or self._evaluator is None or frozen >= len(self._tapped):
-            return None
-        armed, probe = self._tap.armed, self._tap.take()
-        if armed != frozen:
-            return None  # the front has just moved on; what was captured belongs to another layer
-        if probe is None:
-            self._missed(step, frozen)
-        else:
-            self._misses = 0
-        return probe
+            structure = self._structure(modules) if new else None
+            self._submit(
+                reference.InputItem(
+                    step, frozen, probe, judge, refresh, weights, structure, self.distance,
+                    mark(device),
+                )
+            )  # fmt: skip
 
     def _modules(self, probe: reference.Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
@@ -120,25 +108,24 @@ class ActivationMeter(Meter):
     def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
         return [module.cpu() for module in reference.copy_modules(modules)]
 
-    def _submit(self, item: reference.InputItem, ready: Event | None = None) -> None:
-        item.ready = ready
+    def _submit(self, item: reference.InputItem) -> None:
+        if self._evaluator is None:
+            return
         # A copy into memory that was given back, because the item was dropped, would hit others'.
-        self._held.hold((item.probe, item.weights), ready)
+        self._held.hold((item.probe, item.weights), item.ready)
+        kept = replace(item, modules=None)
         try:
-            accepted = self._evaluator is not None and self._evaluator.submit(item)
+            accepted = self._evaluator.submit(item)
         except reference.EvaluatorError as error:
             self._lose(item.step, error)
             return
         if not accepted:
             self._drop(item.step, item.layer)
-            return
-        self._layer = item.layer
-        if item.refresh:
-            self._refreshed_at = item.step
-            self._kept, self._kept_ready = (item.probe, item.weights), ready
+        elif item.refresh:
+            self._kept = kept
             self._history.add("refresh", item.step, layer=item.layer)
 
-    def _missed(self, step: int, frozen: int) -> None:
+    def _miss(self, step: int, frozen: int) -> None:
         """Say, once, that a tap does not fire: no reading will ever come from this layer."""
         self._misses += 1
         if self._misses == MISSES_TO_WARN:
@@ -147,9 +134,8 @@ class ActivationMeter(Meter):
                 "egeria: the hooks of %r have not fired in %d training forwards, so it cannot be "
                 "judged; make the FreezeController before torch.compile, and check that training "
                 "forwards run this module with gradients on",
-                name,
-                self._misses,
-            )
+                name, self._misses,
+            )  # fmt: skip
             self._history.add("tap_silent", step, layer=frozen, boundary=name)
 
     def _is_long_enough(self, probe: reference.Probe, step: int) -> bool:
@@ -170,19 +156,16 @@ class ActivationMeter(Meter):
         try:
             fresh = [] if self._evaluator is None else self._evaluator.poll(timeout_s)
         except reference.EvaluatorError as error:
-            self._lose(None, error)
+            self._lose(-1, error)
             return verdicts
         for verdict in fresh:
-            self._heed(verdict)
+            self._drops = 0
+            if verdict.layer == self._layer:
+                self._costly = verdict.costly
+            for note in verdict.notes:
+                log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
+                self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
         return verdicts + [verdict for verdict in fresh if verdict.value is not None]
-
-    def _heed(self, verdict: Verdict) -> None:
-        self._drops = 0
-        if verdict.layer == self._layer:
-            self._costly = verdict.costly
-        for note in verdict.notes:
-            log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
-            self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
 
     def _drop(self, step: int, layer: int) -> None:
         self._history.add("dropped", step, layer=layer, reason="the evaluator is busy")
@@ -194,57 +177,46 @@ class ActivationMeter(Meter):
                 self._drops,
             )
 
-    def _lose(self, step: int | None, error: Exception) -> None:
+    def _lose(self, step: int, error: Exception) -> None:
         """Go on without readings: what is frozen stays frozen, learning-rate rules still act."""
         log.warning(
             "egeria: the evaluator has stopped: %s. Training goes on and frozen layers stay "
             "frozen, but no further layer will freeze",
             error,
         )
-        self._history.add("evaluator_lost", -1 if step is None else step, error=str(error))
-        self._stop_evaluator()
-
-    def _stop_evaluator(self) -> None:
-        if self._evaluator is not None:
-            self._evaluator.close()
-            self._evaluator = None
+        self._history.add("evaluator_lost", step, error=str(error))
+        self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference (weights and calibration probe) and verdicts not yet taken."""
         self._undecided = self.collect(timeout_s=30.0)
-        if self._kept_ready is not None:
-            self._kept_ready.synchronize()
-        probe, weights = self._kept or (reference.Probe(), None)
-        return {
-            "layer": self._layer,
-            "refreshed_at": self._refreshed_at,
-            "costly": self._costly,
+        state: dict[str, Any] = {
             "rows": self._rows,
-            "probe_rows": probe.num_rows,
-            "calls": [(call.module, call.args, call.kwargs, call.wires) for call in probe.calls],
-            "weights": weights,
+            "costly": self._costly,
             "undecided": [(v.step, v.layer, v.value) for v in self._undecided],
+            "kept": None,
         }
+        if self._kept is not None:
+            kept, probe = self._kept, self._kept.probe
+            kept.arrive()
+            calls = [(call.module, call.args, call.kwargs, call.wires) for call in probe.calls]
+            state["kept"] = (kept.step, kept.layer, calls, probe.num_rows, kept.weights)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Rebuild the reference as it was."""
-        self._forget_reference()
-        self._rows = state["rows"]
+        self._kept, self._rows = None, state["rows"]
         self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
-        if state["layer"] is None or state["weights"] is None:
-            return
-        calls, rows = [reference.Call(*call) for call in state["calls"]], state["probe_rows"]
-        probe = reference.Probe(calls, rows, rows)
-        modules = self._structure(self._modules(probe))
-        step, weights = state["refreshed_at"], state["weights"]
-        self._submit(
-            reference.InputItem(step, state["layer"], probe, False, True, weights, modules)
-        )
+        if state["kept"] is not None:
+            step, layer, calls, rows, weights = state["kept"]
+            probe = reference.Probe([reference.Call(*call) for call in calls], rows)
+            modules = self._structure(self._modules(probe))
+            self._submit(reference.InputItem(step, layer, probe, False, True, weights, modules))
         self._costly = state["costly"]
 
     def close(self) -> None:
         """Take the hooks off and stop the evaluator."""
-        if self._tap is not None:
-            self._tap.close()
-            self._tap = None
-        self._stop_evaluator()
+        self._tap.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._evaluator = None
