@@ -81,8 +81,8 @@ MUTATIONS = {
         caught_by="tests/store/test_records.py",
     ),
     "a generation that others use is taken for unused": Mutation(
-        file="egeria_cache/store/disk/claims.py",
-        old="        return not lock_alone(descriptor)\n",
+        file="egeria_cache/store/disk/place.py",
+        old="        return not _lock_alone(descriptor)\n",
         new="        return False\n",
         caught_by="tests/store/test_trouble.py tests/cache/test_trouble.py",
     ),

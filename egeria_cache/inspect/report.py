@@ -24,7 +24,6 @@ from egeria_cache.cache import draws_noted
 from egeria_cache.errors import StoreError
 from egeria_cache.inspect.words import age, plain, print_json, table
 from egeria_cache.store import (
-    FORMAT,
     ROOT_FORMAT,
     ROOT_NAME,
     SET_ASIDE,
@@ -131,7 +130,6 @@ def _glance(path: Path) -> Report:
     manifest, note, num_samples, totals = None, None, 0, Totals()
     try:
         manifest = Manifest.read(path)
-        manifest.check_current()
         if not is_unfinished(path):
             with inspected(path) as view:
                 num_samples, totals = view.num_records, view.totals()
@@ -180,10 +178,10 @@ def verify(path: Path) -> tuple[int, list[Report]]:
         damage.append({"generation": path.name, "sample": sample, "reason": str(reason)})
 
     try:
-        if is_unfinished(path) or Manifest.read(path).format < FORMAT:
+        if is_unfinished(path):
             return 0, damage
         # What another process writes to, it has looked at, and is not at rest.
-        if not in_use_elsewhere(path) and (problem := tree_problem(path, believes_mark=False)):
+        if not in_use_elsewhere(path) and (problem := tree_problem(path)):
             damaged("?", problem)
             return 0, damage
         with inspected(path) as view:

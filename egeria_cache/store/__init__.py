@@ -7,29 +7,31 @@ gave it, and a record holds named tensors.
 A generation is one LMDB environment. The way of a read: `store` > `generation` > `reader` > a view
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
-the files: whose they are (`own`, `place`, `claims`), what they may take (`budget`), LMDB itself
-(`environment`), and what lies in it (`files`). What `cache-inspect` copies: `parcel`.
+the files: the directory, its limit and its locks (`place`), what a generation is (`manifest`),
+LMDB itself (`environment`), and what lies in it (`files`). What `cache-inspect` copies: `parcel`.
 """
 
-from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.disk.budget import (
-    directory_bytes,
-    generation_directories,
-    last_use,
-    remove_generations,
-)
-from egeria_cache.store.disk.claims import SET_ASIDE, in_use_elsewhere
-from egeria_cache.store.disk.environment import GoneError, tree_problem
+from egeria_cache.store.codecs import Codec, Coder
+from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     ROOT_FORMAT,
     DamagedError,
+    GoneError,
     Manifest,
     read_json,
     write_json,
 )
-from egeria_cache.store.disk.place import ROOT_NAME
+from egeria_cache.store.disk.place import (
+    ROOT_NAME,
+    SET_ASIDE,
+    directory_bytes,
+    generation_directories,
+    in_use_elsewhere,
+    last_use,
+    remove_generations,
+)
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import kernel
 from egeria_cache.store.parcel import Parcelled, pack, unpack

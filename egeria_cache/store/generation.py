@@ -5,6 +5,7 @@ Thread-safe. Disk trouble of any kind ends in one warning and in misses, never i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import struct
@@ -23,13 +24,10 @@ from torch import Tensor
 
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs.codec import Codec, Coder
-from egeria_cache.store.codecs.lossy import LossyError, Storage
-from egeria_cache.store.disk.budget import Budget
-from egeria_cache.store.disk.environment import GoneError
+from egeria_cache.store.codecs import Codec, Coder, LossyError, Storage
 from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, salvaged
-from egeria_cache.store.disk.manifest import Manifest
-from egeria_cache.store.disk.place import FULL
+from egeria_cache.store.disk.manifest import GoneError, Manifest
+from egeria_cache.store.disk.place import FULL, Budget
 from egeria_cache.store.reader import read
 from egeria_cache.store.records.keys import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.records.layout import Value
@@ -289,8 +287,6 @@ class Generation:
         """
         num_written, num_left = 0, sum(len(job.keys) for job in jobs)
         try:
-            with self._lock:  # `void` removes what is held by then
-                self._held = self._files.revived()
             if jobs[0].aside is not None:
                 self._take_from(jobs[0].aside)
             else:
@@ -406,8 +402,9 @@ class Generation:
         if self._stop(f"void: {reason}"):
             logger.info("%s is void: %s", self.name, reason)
         discarded = self._writer.discard(lambda job: job.target is self)
-        if self._held is not None:
-            self._held.close(removes=True)
+        with contextlib.suppress(OSError, StoreError), self._budget.locked():  # else they stay
+            if self._held is not None:
+                self._held.close(removes=True)
         self._queued(-discarded)
         self.release()
 

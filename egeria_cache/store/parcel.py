@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.environment import GoneError
+from egeria_cache.store.codecs import LossyError
 from egeria_cache.store.disk.files import Totals, inspected
 from egeria_cache.store.disk.manifest import (
     FORMAT,
     MAX_JSON_BYTES,
     DamagedError,
+    GoneError,
     Manifest,
     dumped,
     generation_name,

@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from egeria_cache.store.codecs.codec import Coder, NeedsKernelError
-from egeria_cache.store.codecs.lossy import unpack
+from egeria_cache.store.codecs import Coder, NeedsKernelError, unpack
 from egeria_cache.store.disk.files import Entries, GenerationFiles, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key

@@ -25,13 +25,10 @@ from torch import Tensor
 
 from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_known
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
-from egeria_cache.store.disk.claims import in_use_elsewhere, set_aside
+from egeria_cache.store.disk import place
 from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
-from egeria_cache.store.disk.manifest import DamagedError, Manifest, canonical, generation_name
-from egeria_cache.store.disk.own import is_own_directory
-from egeria_cache.store.disk.place import claim_directory
+from egeria_cache.store.disk.manifest import DamagedError, Manifest
 from egeria_cache.store.generation import Counts, Generation
 from egeria_cache.store.records.keys import SampleId
 from egeria_cache.store.records.layout import Value
@@ -108,14 +105,14 @@ class ActivationStore:
             check_choice("storage_dtype", storage_dtype, StorageDtype)
         self._codec, self._storage = codec, storage_dtype
         self._force_network = force_network
-        claim_directory(self.directory, self.limit_bytes, force_network=force_network)
-        self.was_used = bool(generation_directories(self.directory))
+        place.claim_directory(self.directory, self.limit_bytes, force_network=force_network)
+        self.was_used = bool(place.generation_directories(self.directory))
         """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._counts = Counts()
         self._alone: Generation | None = None
-        self._budget = Budget(self.directory, self.limit_bytes)
+        self._budget = place.Budget(self.directory, self.limit_bytes)
         self._writer = Writer()
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
@@ -136,53 +133,51 @@ class ActivationStore:
         Raises:
             StoreError: The fields are no JSON, or the directory cannot be used.
         """
-        fields = canonical(fields)
         if self._storage is not None:
-            fields["storage_dtype"] = self._storage
-        name = generation_name(fields)
+            fields = {**fields, "storage_dtype": self._storage}
+        manifest = Manifest.new(fields)
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store at {self.directory} is closed")
-            known = self._generations.get(name)
+            known = self._generations.get(manifest.name)
             if known is not None and known.alive:
                 return known
             if known is not None:
                 known.release()
-            generation = self._open_or_make(name, fields, num_expected)
-            self._generations[name] = generation
+            generation = self._open_or_make(manifest, num_expected)
+            self._generations[manifest.name] = generation
             return generation
 
-    def _open_or_make(self, name: str, fields: Mapping[str, Any], num_expected: int) -> Generation:
-        deadline = time.monotonic() + REMOVAL_WAIT_S
+    def _open_or_make(self, manifest: Manifest, num_expected: int) -> Generation:
+        directory, deadline = self.directory / manifest.name, time.monotonic() + REMOVAL_WAIT_S
         while True:
             try:
-                return self._open(self.directory / name, fields, num_expected)
+                return self._open(directory, manifest, num_expected)
             except OSError as error:
-                # It is just being removed, or looked at in this process: no lock is shared with
-                # who does that, and must not wait.
-                passes = error.errno == errno.EBUSY or (
+                # It is being looked at, or was removed just now.
+                passes = error.errno in (errno.EBUSY, errno.EWOULDBLOCK) or (
                     error.errno == errno.ENOENT and self.directory.is_dir()
                 )
                 if not passes or time.monotonic() > deadline:
                     raise StoreError(
-                        f"{self.directory / name} cannot be opened: {error.strerror}; is "
-                        "the disk full, or was the directory removed?"
+                        f"{directory} cannot be opened: {error.strerror}; is the disk full, or was "
+                        "the directory removed?"
                     ) from error
             time.sleep(0.001)
 
-    def _open(self, directory: Path, fields: Mapping[str, Any], num_expected: int) -> Generation:
+    def _open(self, directory: Path, manifest: Manifest, num_expected: int) -> Generation:
         aside = None
-        if not in_use_elsewhere(directory):  # before the lock is held: it may take long
+        if not place.in_use_elsewhere(directory):  # before the lock is held: it may take long
             with contextlib.suppress(OSError, StoreError):  # it is asked for again
                 tree_problem(directory)
         with self._budget.locked():
             try:
-                opened = self._open_files(directory, fields)
+                opened = self._open_files(directory, manifest)
             except DamagedError as damage:
                 # It is only a cache: what cannot be salvaged is filled again, beside what is left.
-                aside = set_aside(directory)
+                aside = place.set_aside(directory)
                 logger.warning("%s; it is set aside as %s", damage, aside.name)
-                opened = self._open_files(directory, fields)
+                opened = self._open_files(directory, manifest)
             self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
             *opened, writer=self._writer, budget=self._budget, counts=self._counts,
@@ -193,15 +188,14 @@ class ActivationStore:
         return generation
 
     def _open_files(
-        self, directory: Path, fields: Mapping[str, Any]
+        self, directory: Path, manifest: Manifest
     ) -> tuple[Manifest, GenerationFiles | str]:
-        if not is_own_directory(directory) and os.path.lexists(directory):  # else it went just now
+        if not place.is_own_directory(directory) and os.path.lexists(directory):
             raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
         if not is_unfinished(directory):
-            manifest = self._read_manifest(directory, fields)
-            return manifest, GenerationFiles(directory)
-        manifest = Manifest.new(fields)
-        needed = EMPTY_GENERATION_BYTES + -(-manifest.num_bytes() // PAGE_BYTES) * PAGE_BYTES
+            return manifest.found_in(directory), GenerationFiles(directory)
+        num_pages = -(-len(manifest.text()) // PAGE_BYTES)
+        needed = EMPTY_GENERATION_BYTES + num_pages * PAGE_BYTES
         if self._budget.make_room(needed) >= needed:
             directory.mkdir(mode=0o700, exist_ok=True)
             manifest.write(directory)
@@ -209,17 +203,6 @@ class ActivationStore:
         why = f"the limit of {self.limit_bytes} bytes has no room for another one"
         logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
         return manifest, why
-
-    def _read_manifest(self, directory: Path, fields: Mapping[str, Any]) -> Manifest:
-        """Read what it says of itself; where that is damaged, it is what its name says."""
-        with contextlib.suppress(DamagedError):
-            manifest = Manifest.read(directory)
-            if manifest.fields == fields:
-                return manifest
-        logger.warning("the description of %s is damaged; it is written anew", directory)
-        manifest = Manifest.new(fields)
-        manifest.write(directory)
-        return manifest
 
     # -- alone ------------------------------------------------------------------------------
 
@@ -274,7 +257,7 @@ class ActivationStore:
             raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
             stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
             lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
-            bytes_on_disk=directory_bytes(self.directory),
+            bytes_on_disk=place.directory_bytes(self.directory),
             limit_bytes=self.limit_bytes,
         )
 

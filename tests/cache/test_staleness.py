@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import unwrap
 from egeria_cache.gate import policy
-from egeria_cache.store.disk.budget import Budget
+from egeria_cache.store.disk.place import Budget
 from tests.cache.test_auto import data, frozen_blocks
 from tests.helpers.nets import Images, freeze, frozen_net, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, run

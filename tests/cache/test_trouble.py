@@ -12,7 +12,7 @@ import time
 import pytest
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader, FrozenFront
-from egeria_cache.store.disk.claims import in_use_elsewhere
+from egeria_cache.store.disk.place import in_use_elsewhere
 from egeria_core import ControllerConfig, FreezeController
 from tests.helpers.nets import Images, frozen_net, make_net, sgd, train_steps
 from tests.helpers.runs import assert_same, cached, kill_writer, run

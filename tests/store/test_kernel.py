@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from egeria_cache.store import ActivationStore, NotInMemoryError, native
-from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
+from egeria_cache.store.codecs import Codec, CodecError, Coder
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
 from tests.store.conftest import damage, entries_of, keep
@@ -177,9 +177,9 @@ def test_what_is_asked_for_from_memory_waits_for_no_disk(directory, codec, ids):
             from_memory(generation, [ids[3], "not there"])
         place = int(entries_of(store, [ids[60]])["place"][0])
     (path,) = directory.glob("gen-*/data.mdb")
-    forget(path)
     with ActivationStore(directory) as store, path.open("rb") as file:
         generation = store._own()
+        forget(path)
         try:
             os.preadv(file.fileno(), [bytearray(8)], place, os.RWF_NOWAIT)
             pytest.skip("this file system keeps its pages")

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria_cache.store.codecs.lossy import pack, storage_bytes, unpack
+from egeria_cache.store.codecs import pack, storage_bytes, unpack
 from egeria_cache.store.records.keys import decode_key, encode_key, encode_keys
 from egeria_cache.store.store import ActivationStore
 from tests.store.conftest import keep

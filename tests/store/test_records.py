@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
+from egeria_cache.store.codecs import Codec, CodecError, Coder
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.records.layout import (
     DTYPES,

@@ -20,15 +20,26 @@ import numpy as np
 import pytest
 import torch
 
-import egeria_cache.store.disk.budget as budget_module
 import egeria_cache.store.disk.environment as environment_module
+import egeria_cache.store.disk.place as place_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.inspect.report import contents, survey, verify
-from egeria_cache.store.disk.budget import Budget, directory_bytes, generation_directories
-from egeria_cache.store.disk.claims import in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.files import GoneError, inspected
-from egeria_cache.store.disk.manifest import ROOT_FORMAT, DamagedError, generation_name, write_json
+from egeria_cache.store.disk.files import inspected
+from egeria_cache.store.disk.manifest import (
+    ROOT_FORMAT,
+    DamagedError,
+    GoneError,
+    generation_name,
+    write_json,
+)
+from egeria_cache.store.disk.place import (
+    Budget,
+    directory_bytes,
+    generation_directories,
+    in_use_elsewhere,
+    remove_directory,
+)
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.records.keys import encode_keys
@@ -186,17 +197,15 @@ def cut_tree(path):
 @pytest.mark.cases(3)
 def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy, caplog, damage):
     path = generation_directories(copy)[0]
-    time_ns, is_untold = (path / "data.mdb").stat().st_mtime_ns, damage is spoil_a_page
+    time_ns = (path / "data.mdb").stat().st_mtime_ns
     damage(path)
-    if damage is not spoil_tree:  # the file's time does not tell of it: one start is lost at most
-        os.utime(path / "data.mdb", ns=(time_ns, time_ns))
+    os.utime(path / "data.mdb", ns=(time_ns, time_ns))
     assert [one["generation"] for one in verify(path)[1]] == [path.name]
-    assert not is_untold or sum(use(copy)) < 4 * COUNT
     before = (path / "data.mdb").read_bytes()
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
     (aside,) = copy.glob("damaged-*")
     assert (aside / "data.mdb").read_bytes() == before
-    assert len(warnings_of(caplog)) == 1 + is_untold
+    assert len(warnings_of(caplog)) == 1
     report = survey(copy)
     assert not report["healthy"]
     assert [one["name"] for one in report["generations"] if one["damage"]] == [aside.name]
@@ -391,20 +400,9 @@ def too_many_readers(environment):
         yield
 
 
-@contextlib.contextmanager
-def given_up(environment):
-    """As after an EIO where it writes a page of its own."""
-    fail = Mock(side_effect=lmdb.PanicError("PANIC"))
-    environment._env = Mock(wraps=environment._env, begin=fail)
-    yield
-
-
-@pytest.mark.parametrize(
-    ("trouble", "why"), [(too_many_readers, "READERS_FULL"), (given_up, "PANIC")]
-)
-def test_what_lmdb_cannot_read_now_are_misses_and_one_warning(store, caplog, trouble, why):
+def test_what_lmdb_cannot_read_now_are_misses_and_one_warning(store, caplog):
     keep(store, [1], rows([1]))
-    with trouble(store._own()._files._environment):
+    with too_many_readers(store._own()._files._environment):
         for _ in range(2):
             assert not store.get_batch([1])[1].any()
             assert not store.contains([1]).any()
@@ -412,7 +410,7 @@ def test_what_lmdb_cannot_read_now_are_misses_and_one_warning(store, caplog, tro
     assert assert_right(store, [1, 2]).all()
     (warning,) = warnings_of(caplog)
     assert "cannot be read now" in warning
-    assert why in warning
+    assert "READERS_FULL" in warning
 
 
 def test_where_no_thread_can_be_started_training_goes_on_uncached(tmp_path, monkeypatch, caplog):
@@ -468,7 +466,7 @@ def linked(directory):
 def test_trouble_with_the_directory_costs_the_batches_and_one_warning(
     store, directory, monkeypatch, caplog, trouble, warned, said, passes
 ):
-    monkeypatch.setattr(budget_module, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(place_module, "LOCK_WAIT_S", 0.05)
     monkeypatch.setattr(generation_module, "RETRY_S", 0.0)
     keep(store, [1], rows([1]))
     with trouble(directory):
@@ -702,7 +700,7 @@ def test_a_process_with_a_smaller_limit_reads_on_when_another_grows_the_index(di
 
 
 def test_a_full_disk_costs_one_warning_and_nothing_stored_and_is_used_once_there_is_room(
-    small_disk, caplog, monkeypatch
+    small_disk, caplog
 ):
     (small_disk / "ballast").write_bytes(bytes(500_000))
     with ActivationStore(small_disk / "cache", codec="raw") as store:
@@ -719,7 +717,6 @@ def test_a_full_disk_costs_one_warning_and_nothing_stored_and_is_used_once_there
         assert assert_right(store, [1000]).all()
     (warning,) = warnings_of(caplog)
     assert "space" in warning.lower()
-    monkeypatch.setattr(environment_module, "verify", lambda *_, **__: ["nobody walks for that"])
     with ActivationStore(small_disk / "cache") as store:
         assert (assert_right(store, range(400)) == hit).all()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from egeria_cache.store.codecs.codec import Codec, Coder
+from egeria_cache.store.codecs import Codec, Coder
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import Totals
 from egeria_cache.store.records.keys import encode_keys

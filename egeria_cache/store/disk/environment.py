@@ -2,8 +2,7 @@
 
 LMDB must not have a file open twice in a process, nor across a fork, and some damage of its pages
 aborts the process that meets it. So environments are kept by device and inode, and a file is handed
-to LMDB if its time says that it was closed as it is, if another process has it open, or after its
-tree was walked by plain reads.
+to LMDB if another process has it open, or after its tree was walked by plain reads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import numpy as np
 from lmdb.verify import verify
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.manifest import DamagedError
-from egeria_cache.store.disk.own import open_own
+from egeria_cache.store.disk.manifest import DamagedError, GoneError, open_own
 
 try:
     from lmdb import _envid
@@ -39,10 +37,6 @@ LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
 FEW_BLOCKS = 16
 """Of a disk: fewer are left once it was full."""
-
-
-class GoneError(StoreError):
-    """The generation is void, closed, or its files are not there, no more or not yet."""
 
 
 _opened: dict[tuple[int, int], Environment] = {}
@@ -64,10 +58,6 @@ class Environment:
         self._directory, self._identity, self._process = directory, identity, os.getpid()
         self._num_users = 0
         """Who opened it, and transactions."""
-        self._is_sound = True
-        """LMDB had no complaint, but of room; else the next one to open it walks over it."""
-        self.is_lost = False
-        """LMDB does nothing any more: a page of its own could not be written."""
         self._counting = threading.Lock()
         self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
         try:
@@ -105,8 +95,6 @@ class Environment:
                 if one is None:
                     if not vetted and (problem := problem_of(descriptor)):
                         raise DamagedError(f"{directory / DATA_NAME} is damaged: {problem}")
-                    if writes:  # the mark would not hold any more
-                        os.utime(descriptor)
                     one = _opened[identity] = cls(
                         directory, descriptor, identity=identity, writes=writes, is_shared=vetted
                     )
@@ -141,8 +129,6 @@ class Environment:
                 return  # it was opened again meanwhile
             del _opened[self._identity]
             self._env.close()
-            if self.writes and self._is_sound:
-                _mark_closed(self.descriptor)
             with contextlib.suppress(OSError):  # it is closed whatever close() says
                 os.close(self.descriptor)
 
@@ -174,8 +160,6 @@ class Environment:
             # To LMDB, a write that was cut short is an input/output error.
             is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
-            self._is_sound &= is_full or isinstance(error, lmdb.ReadersFullError)
-            self.is_lost |= isinstance(error, lmdb.PanicError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             self.close()
@@ -208,16 +192,16 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
-    """Return what is wrong with a file, if anything: by its mark, or by a walk over its tree.
+def problem_of(descriptor: int) -> str | None:
+    """Return what is wrong with a file, if anything, by a walk over its tree, which takes some
+    seconds for a million samples; one that was found sound is not walked over again.
 
     Raises:
         OSError: The disk cannot read it now.
     """
     found = os.fstat(descriptor)
-    state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    is_known = state in _walked or found.st_mtime_ns % 10**9 == _mark_of(found.st_size)
-    if not found.st_size or (believes_mark and is_known):
+    state = found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+    if not found.st_size or state in _walked:
         return None
     try:
         problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
@@ -230,9 +214,8 @@ def problem_of(descriptor: int, *, believes_mark: bool = True) -> str | None:
     return str(problems[0]) if problems else None
 
 
-def tree_problem(directory: Path, *, believes_mark: bool = True) -> str | None:
-    """Return what is wrong with a generation's tree, if anything; nothing is handed to LMDB. A walk
-    takes some seconds for a million samples; one that was found sound is not walked over again.
+def tree_problem(directory: Path) -> str | None:
+    """Return what is wrong with a generation's tree, if anything; nothing is handed to LMDB.
 
     Raises:
         ForeignError: The file is not ours.
@@ -240,23 +223,10 @@ def tree_problem(directory: Path, *, believes_mark: bool = True) -> str | None:
     """
     descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
     try:
-        problem = problem_of(descriptor, believes_mark=believes_mark)
+        problem = problem_of(descriptor)
         return problem and f"{DATA_NAME}: {problem}"
     finally:
         os.close(descriptor)
-
-
-def _mark_of(size: int) -> int:
-    """What the time of a file of this size that was closed whole ends in, nanoseconds."""
-    return (size * 2_654_435_761 + 123_456_789) % 10**9
-
-
-def _mark_closed(descriptor: int) -> None:
-    """Vouch for the file as it is: whatever is written to it takes the mark away."""
-    with contextlib.suppress(OSError):
-        found = os.fstat(descriptor)
-        seconds_ns = found.st_mtime_ns // 10**9 * 10**9
-        os.utime(descriptor, ns=(found.st_atime_ns, seconds_ns + _mark_of(found.st_size)))
 
 
 def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Environment:

@@ -21,12 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from egeria_cache.store.codecs.codec import Codec
-from egeria_cache.store.codecs.lossy import LossyError
-from egeria_cache.store.disk.claims import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.disk.environment import DATA_NAME, Environment, GoneError
-from egeria_cache.store.disk.manifest import DamagedError, Manifest
-from egeria_cache.store.disk.own import open_own
+from egeria_cache.store.codecs import Codec, LossyError
+from egeria_cache.store.disk.environment import DATA_NAME, Environment
+from egeria_cache.store.disk.manifest import DamagedError, GoneError, Manifest, open_own
+from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
 
@@ -89,7 +87,7 @@ def inspected(directory: Path) -> Iterator[View]:
         StoreError: It is damaged, of an earlier format, or not ours.
         OSError: It cannot be read now.
     """
-    Manifest.read(directory).check_current()
+    Manifest.read(directory)
     files = GenerationFiles(directory, inspects=True)
     try:
         with files.reading() as view:
@@ -132,25 +130,14 @@ class GenerationFiles:
 
     def close(self, *, removes: bool = False) -> None:
         """Give the lock up; the files are closed when nobody reads them, and unlinked, if that is
-        wanted, unless another process uses them. Only the first call does anything.
+        wanted (under the directory's lock), unless another process uses them. Only the first call
+        does anything.
         """
         if self._is_open.acquire(blocking=False):
             if removes and self._claim is not None and self._claim.alone():
                 remove_directory(self.directory)
             self._environment.close()
             self._unclaim()
-
-    def revived(self) -> GenerationFiles:
-        """Return them as they are, or, where LMDB has given them up, opened anew.
-
-        Raises:
-            StoreError: They cannot be.
-            OSError: They cannot be now.
-        """
-        if not self._environment.is_lost:
-            return self
-        self.close()
-        return GenerationFiles(self.directory)
 
     def _unclaim(self) -> None:
         if self._claim is not None:

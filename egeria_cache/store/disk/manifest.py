@@ -1,12 +1,19 @@
-"""What a generation is: its fields in words, their hash as its name. JSON, written atomically."""
+"""What a generation is: its fields in words, their hash as its name. JSON, written atomically.
+
+Any file of ours is opened here. A cache directory is private: what is found in it and is not a
+plain file of this user's is neither read nor written to, for a planted link would lead us outside.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import math
 import os
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -14,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egeria_cache.errors import StoreError
-from egeria_cache.store.disk.own import open_own
+from egeria_cache.errors import ForeignError, StoreError
+
+logger = logging.getLogger("egeria_cache.store")
 
 FORMAT, ROOT_FORMAT = 3, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
@@ -28,6 +36,10 @@ class DamagedError(StoreError):
     """A file of the cache is not what was written."""
 
 
+class GoneError(StoreError):
+    """The generation is void, closed, of an earlier release, or its files are not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """One generation's description."""
@@ -36,44 +48,59 @@ class Manifest:
     fields: Mapping[str, Any]
     created: float
     """Seconds since the epoch."""
-    format: int = FORMAT
 
     @classmethod
     def new(cls, fields: Mapping[str, Any]) -> Manifest:
-        """Describe a generation that begins now."""
-        return cls(generation_name(fields), fields, time.time())
+        """Describe a generation that begins now.
+
+        Raises:
+            StoreError: A value that JSON cannot hold.
+        """
+        return cls(generation_name(fields), canonical(fields), time.time())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
         """Read and check a generation's manifest.
 
         Raises:
-            StoreError: Missing, damaged, or of a newer format.
+            DamagedError: Missing, or damaged.
+            GoneError: Of an earlier format.
+            StoreError: Of a newer one.
         """
         path = directory / MANIFEST_NAME
         content = read_json(path, FORMAT)
+        if content["format"] < FORMAT:
+            raise GoneError(
+                f"{directory.name} is of an earlier release (format {content['format']}): not "
+                "read by this one"
+            )
         try:
             fields, created = content["fields"], float(content["created"])
             if not isinstance(fields, dict) or not math.isfinite(created):
                 raise TypeError
         except (KeyError, TypeError, ValueError, OverflowError):
             raise DamagedError(f"{path} is damaged") from None
-        return cls(directory.name, fields, created, content["format"])
+        return cls(directory.name, fields, created)
 
-    def check_current(self) -> None:
-        """Raise `StoreError` if its records are not for this release to read."""
-        if self.format < FORMAT:
-            raise StoreError(
-                f"{self.name} is of an earlier release (format {self.format}): not read by this one"
-            )
+    def found_in(self, directory: Path) -> Manifest:
+        """Return what a generation of these fields says of itself; where that is damaged, it is
+        written anew.
+        """
+        with contextlib.suppress(DamagedError):
+            found = Manifest.read(directory)
+            if found.fields == self.fields:
+                return found
+        logger.warning("the description of %s is damaged; it is written anew", directory)
+        self.write(directory)
+        return self
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in one step."""
         write_json(directory / MANIFEST_NAME, self._content())
 
-    def num_bytes(self) -> int:
-        """Return the size of the file."""
-        return 64 + len(json.dumps(self._content(), indent=2, sort_keys=True))
+    def text(self) -> str:
+        """Return what stands in the file."""
+        return dumped(self._content())
 
     def _content(self) -> dict[str, Any]:
         created, fields = self.created, dict(self.fields)
@@ -161,3 +188,25 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a plain file of ours; made with mode 0600 if the flags say so.
+
+    Raises:
+        ForeignError: It is a link, no plain file, or of another user who is not root.
+        OSError: It cannot be opened; nothing is wrong with it then.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ForeignError(f"{path} is no plain file; it is left alone") from None
+        raise
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0):
+        return descriptor
+    os.close(descriptor)
+    raise ForeignError(
+        f"{path} is no plain file of this user (owner {found.st_uid}); it is left alone"
+    )

@@ -16,8 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.store.codecs.codec import Elements
-from egeria_cache.store.codecs.lossy import CODES, Storage, storage_bytes
+from egeria_cache.store.codecs import CODES, Elements, Storage, storage_bytes
 
 Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""

@@ -20,8 +20,16 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.codecs.codec import Codec, CodecError, Coder
-from egeria_cache.store.codecs.lossy import CODES, LossyError, Storage, pack, unpack
+from egeria_cache.store.codecs import (
+    CODES,
+    Codec,
+    CodecError,
+    Coder,
+    LossyError,
+    Storage,
+    pack,
+    unpack,
+)
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
     DTYPES,
