@@ -4,7 +4,7 @@ What is here runs in DataLoader's workers and in the training thread; beside a l
 owns one more process (`SideWorker`), for samples that are asked for out of turn. It never reads
 the store; a sample is what the data set gives.
 
-`task.py` says what is asked and comes back, `loading.py` loads it, `draws.py` says which random draw
+`task.py` says what is asked and comes back, `loading.py` loads it, `draws.py` which random draw
 of each sample an epoch uses, `side_effects.py` seeds and restores the global generators, and what
 else loading moves, `source.py` is one loader's data set with its names and its self-test,
 `collation.py` finds out what its collate function does, and compares samples, `company.py` how many
