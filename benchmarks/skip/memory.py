@@ -114,8 +114,8 @@ def make_batch(x: Tensor, entry: MemoryEntry | None = None) -> BatchTensor:
     """Tag a batch; with an entry it has no data."""
     leaves: dict[str, Any] = {"x": x if entry is None else x[:0]}
     batch = Batch(
-        ids=range(len(x)), draws=[0] * len(x), loader_name="train", leaves=leaves,
-        load_rows=lambda mask: {"x": x}, entry=entry,
+        ids=range(len(x)), draws=np.zeros(len(x), np.int64), loader_name="train", leaves=leaves,
+        load_rows=lambda mask: {"x": x}, planned_entry=entry,
     )  # fmt: skip
     if entry is None:
         return BatchTensor.wrap(x, batch, "x")

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -77,65 +77,46 @@ class Entry(Protocol):
         """
 
 
+@dataclass(eq=False, kw_only=True)
 class Batch:
     """All that is known about one batch, shared by its tensors."""
 
-    def __init__(
-        self,
-        *,
-        ids: Sequence[SampleId],
-        draws: Sequence[int] | np.ndarray,
-        loader_name: str,
-        leaves: Mapping[str, Rows],
-        load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
-        entry: Entry | None = None,
-        context: Any = None,
-        may_be_stored: bool = True,
-        lengths: Lengths | None = None,
-        mixed: Mapping[str, Any] | None = None,
-        why_mixed: str = "",
-    ) -> None:
-        """Collect a batch.
+    ids: Sequence[SampleId]
+    """In row order."""
+    draws: np.ndarray
+    """Which random draw of each sample this is: int64, shape (B,)."""
+    loader_name: str
+    leaves: dict[str, Rows]
+    """By path, as they were handed out: what the loop does to its own is not done to these. With an
+    entry, a leaf that its cut drops holds the rows of the misses alone (and is absent where every
+    row is a hit)."""
+    load_rows: Callable[[np.ndarray], Mapping[str, Rows]]
+    """Loads the masked rows of all leaves from the data set, as they were loaded before."""
+    planned_entry: Entry | None = None
+    """Where the hits enter the model; None if every row was loaded."""
+    context: Any = None
+    """For whoever made the batch."""
+    may_be_stored: bool = True
+    """Whether what it holds has to be vouched for by content. Without an entry it is computed as
+    without a cache, else."""
+    lengths: Lengths | None = None
+    """Of the samples, where the collate function has padded them; `leaves` and what `load_rows`
+    gives are as long as the batch."""
+    mixed: Mapping[str, Any] = field(default_factory=dict)
+    """Further leaves, which no sample has as its own; nothing that is stored may depend on them."""
+    why_mixed: str = ""
+    """Why that is so."""
+    was_computed: bool = field(default=False, init=False)
+    """Whether the model was called with it where a cut is known."""
+    _loaded: Mapping[str, Rows] | None = field(default=None, init=False)
+    _load_stored: Callable[[], dict[str, Tensor]] | None = field(default=None, init=False)
+    """Reads the stored rows once, for all parts."""
 
-        Args:
-            ids: Sample IDs in row order.
-            draws: Which random draw of each sample this is.
-            loader_name: The loader's `name`.
-            leaves: The leaves by path. With an entry, a leaf that its cut drops holds the rows of
-                the misses alone (and is absent where every row is a hit).
-            load_rows: Loads the raw rows where its mask is True, from the dataset.
-            entry: Where the hits enter the model; None if every row was loaded.
-            context: For whoever made the batch.
-            may_be_stored: Whether what it holds has to be vouched for by content. Without an entry
-                it is computed as without a cache, else.
-            lengths: Of the samples, where the collate function has padded them; `leaves` and what
-                `load_rows` gives are as long as the batch.
-            mixed: Further leaves, which no sample has as its own; nothing that is stored may
-                depend on them.
-            why_mixed: Why that is so.
-        """
-        self.was_computed = False
-        """Whether the model was called with it where a cut is known."""
-        self.ids = ids
-        self.size = len(ids)
-        self.draws = np.asarray(draws, np.int64)
-        self.loader_name = loader_name
-        self.leaves: dict[str, Rows] = {}
-        """As they were handed out: what the loop does to its own is not done to these."""
-        self._vouched: dict[str, Vouched] = {}
-        self.may_be_stored = may_be_stored
-        self._hold(leaves)
-        self.context = context
-        self.lengths = lengths
-        self.mixed = mixed or {}
-        self.why_mixed = why_mixed
-        self.load_rows = load_rows
-        """Loads the masked rows of all leaves from the data set, as they were loaded before."""
-        self._planned_entry = entry
-        self._loaded: Mapping[str, Rows] | None = None
-        self._parts: dict[bytes, Batch] = {}
-        self._load_stored: Callable[[], dict[str, Tensor]] | None = None
-        """Reads the stored rows once, for all parts."""
+    def __post_init__(self) -> None:
+        self.size = len(self.ids)
+        self._vouched, self._parts = dict[str, Vouched](), dict[bytes, Batch]()
+        given, self.leaves = self.leaves, dict[str, Rows]()
+        self._hold(given)
 
     def _hold(self, leaves: Mapping[str, Rows]) -> None:
         for path, rows in leaves.items():
@@ -153,13 +134,13 @@ class Batch:
     @property
     def entry(self) -> Entry | None:
         """Where the hits may enter the model now; None once their generation was voided."""
-        entry = self._planned_entry
+        entry = self.planned_entry
         return entry if entry is not None and entry.alive else None
 
     @property
     def absent(self) -> np.ndarray | None:
         """Bool mask of the rows whose dropped leaves were not loaded; None if all were."""
-        return None if self._planned_entry is None else self._planned_entry.hit
+        return None if self.planned_entry is None else self.planned_entry.hit
 
     def select(self, rows: np.ndarray) -> Batch:
         """Return the batch of some of the samples: the same object for the same rows.
@@ -168,12 +149,9 @@ class Batch:
             rows: Their positions, int, in any order, perhaps repeated.
         """
         known = rows.tobytes()
-        if known not in self._parts:
-            self._parts[known] = self._make_part(rows)
-        return self._parts[known]
-
-    def _make_part(self, rows: np.ndarray) -> Batch:
-        entry, absent = self._planned_entry, self.absent
+        if known in self._parts:
+            return self._parts[known]
+        entry, absent = self.planned_entry, self.absent
         part: Entry | None = None
         if entry is not None and absent is not None and absent[rows].any():
             self._load_stored = self._load_stored or cache(entry.load)
@@ -188,19 +166,20 @@ class Batch:
                     leaves[path] = at_rows(values, there)
             else:
                 leaves[path] = values
-        return Batch(
+        self._parts[known] = Batch(
             ids=[self.ids[i] for i in rows],
             draws=self.draws[rows],
             loader_name=self.loader_name,
             leaves=leaves,
             load_rows=partial(_load_part, self.load_rows, rows, self.size),
-            entry=part,
+            planned_entry=part,
             context=None if self.context is None else self.context.select(rows),
             may_be_stored=self.may_be_stored,
             lengths=None if self.lengths is None else self.lengths.select(rows),
             mixed=self.mixed,
             why_mixed=self.why_mixed,
         )
+        return self._parts[known]
 
     def load_absent(self) -> Mapping[str, Rows]:
         """Return the raw rows that were not loaded with the batch, by leaf (loads them once)."""
@@ -426,13 +405,11 @@ def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild
         leaves[path] = node
         return itemgetter(path)
     around = (*around, id(node))
-    if kind in (list, tuple):
+    if kind is list:
         items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
-        return lambda values: kind(map(methodcaller("__call__", values), items))
+        return lambda values: [item(values) for item in items]
     if isinstance(node, dict):
         parts = {k: _walk(v, f"{path}[{k!r}]", walk, around) for k, v in node.items()}
-        if kind is dict:
-            return lambda values: {k: part(values) for k, part in parts.items()}
         base = OrderedDict if isinstance(node, OrderedDict) else dict
         default = node.default_factory if isinstance(node, defaultdict) else None
         inside = _attributes(node, path, walk, around)

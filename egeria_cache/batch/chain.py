@@ -300,15 +300,13 @@ class Selection:
     """What is indexed further, behind the rows; None if nothing is."""
 
 
-_INDEX = {Tensor.__getitem__}
-_PARTS = {
-    Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.tensor_split, torch.tensor_split,
-    torch.functional.split,
+_DIM_AT = {
+    Tensor.chunk: 1, torch.chunk: 1, Tensor.split: 1, torch.split: 1, torch.functional.split: 1,
+    Tensor.tensor_split: 1, torch.tensor_split: 1, Tensor.narrow: 0, torch.narrow: 0,
+    Tensor.index_select: 0, torch.index_select: 0, Tensor.roll: 1, torch.roll: 1,
+    Tensor.flip: 0, torch.flip: 0, Tensor.flipud: 0, torch.flipud: 0,
 }  # fmt: skip
-_ONE = {
-    Tensor.narrow, torch.narrow, Tensor.index_select, torch.index_select, Tensor.flip, torch.flip,
-    Tensor.roll, torch.roll, Tensor.flipud, torch.flipud,
-}  # fmt: skip
+"""Functions that may take rows: where, behind the tensor, the dimension is told."""
 
 
 def selected_rows(
@@ -319,11 +317,9 @@ def selected_rows(
     Raises:
         Exception: The function does, too.
     """
-    if not leaf.dim() or func not in _INDEX | _PARTS | _ONE:
-        return None
-    if func in _INDEX:
+    if leaf.dim() and func is Tensor.__getitem__:
         return _indexed(args[0], leaf.shape[0])
-    if not _is_along_rows(func, args, kwargs, leaf.dim()):
+    if not leaf.dim() or func not in _DIM_AT or not _is_along_rows(func, args, kwargs, leaf.dim()):
         return None
     found = func(torch.arange(leaf.shape[0]), *args, **kwargs)
     if isinstance(found, Tensor):
@@ -378,16 +374,10 @@ def _is_along_rows(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int
 ) -> bool:
     """Whether the dimension that it works on is the batch's, and that one alone."""
-    name = func.__name__
-    if name == "flipud":
-        return True
-    if name in ("flip",):
-        dims = kwargs.get("dims", args[0] if len(args) == 1 else args)
-    elif name in ("narrow", "index_select"):
-        dims = kwargs.get("dim", args[0] if args else None)
-    elif name == "roll":
-        dims = kwargs.get("dims", args[1] if len(args) > 1 else (0 if num_dims == 1 else None))
-    else:
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    name, at = func.__name__, _DIM_AT[func]
+    default = None if name == "roll" and num_dims > 1 else 0
+    dims = kwargs.get("dims", kwargs.get("dim", args[at] if len(args) > at else default))
+    if name == "flip" and len(args) > 1:
+        dims = args
     dims = list(dims) if isinstance(dims, list | tuple) else [dims]
     return dims in ([0], [-num_dims])

@@ -37,7 +37,7 @@ from egeria_cache.batch.chain import (
     name_of,
     selected_rows,
 )
-from egeria_cache.batch.trial import Found, operation
+from egeria_cache.batch.trial import operation
 from egeria_cache.device import LEAF_FLAGS, located, uploaded
 from egeria_cache.threads import has_other_operations, outside_inference_mode, without_modes
 
@@ -130,12 +130,6 @@ class BatchTensor(Tensor):
         assert isinstance(rows, Tensor)
         return rows
 
-    def as_it_is(self) -> Leaf:
-        """Describe it."""
-        return Leaf(
-            self.leaf, self.raw, self.chain, self.chain_key, len(self), self.dim(), self.device
-        )
-
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         """Return the result of an operation on leaves of a batch, this one among them.
 
@@ -205,7 +199,9 @@ class BatchTensor(Tensor):
             if not leaf and len({one.batch for one in batch_tensors(args)}) > 1:
                 leaf = "batches that are joined; call the model with each"
             first = args[0] if args else None
-            if isinstance(first, BatchTensor) and _is_in_place(func):
+            name = name_of(func)
+            writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+            if isinstance(first, BatchTensor) and writes:
                 source = first._source
                 # `Parameter` asks whether what it detached is of the same class as before.
                 is_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
@@ -313,14 +309,9 @@ class AbsentTensor(BatchTensor):
         mask = self.fold.mask(mask)
         merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
         assert isinstance(merged, Tensor)
-        return _with_layout(merged, self._meta)
-
-    @property
-    def intact(self) -> bool:
-        """Whether the values, those that are there, are still what samples and `chain` say."""
-        if self._full is None and self._misses is None and self._alias is None:
-            return not self.chain or not self.chain[-1].opens
-        return self.has_rows_first and self.holds()
+        # The strides that it would have: channels_last stays channels_last.
+        shape, strides = self._meta.shape, self._meta.stride()
+        return merged.new_empty_strided(shape, strides).copy_(merged)
 
     def holds(self) -> bool:
         """Whether that is so, wherever the rows stand."""
@@ -442,14 +433,6 @@ class AbsentTensor(BatchTensor):
         return func(*unwrap(args), **unwrap(kwargs or {}))
 
 
-def _with_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Give `tensor` the strides of the meta tensor `like` (channels_last stays channels_last)."""
-    if tensor.stride() == like.stride():
-        return tensor
-    out = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
-    return out.copy_(tensor)
-
-
 def _holds(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
     """Whether nothing was done to a tensor since a view of it was made."""
     return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor.holds()
@@ -478,12 +461,13 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         selected = first._selected(func, args[1:], kwargs)
         if selected is not None:
             return selected
-    leaves = [part.as_it_is() for part in found]
+    leaves = [
+        Leaf(one.leaf, one.raw, one.chain, one.chain_key, len(one), one.dim(), one.device)
+        for one in found
+    ]
     done = operation(func, slots[0], slots[1], leaves, batch.size)
-    return NotImplemented if done is None else _done(done, found)
-
-
-def _done(done: Found, found: Sequence[BatchTensor]) -> Any:
+    if done is None:
+        return NotImplemented
     ops, kind = done
     if ops[0].writes:
         found[0]._apply_in_place(ops[0], found)
@@ -546,11 +530,6 @@ _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous,
     Tensor.__hash__, Tensor.get_device, Tensor.is_pinned,
 }  # fmt: skip
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = name_of(func)
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def unwrap(tree: Any) -> Any:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from egeria_cache.batch.chain import (
     name_of,
     text_of,
 )  # fmt: skip
-from egeria_cache.device import random_states, set_random_states
+from egeria_cache.pystate import RandomState
 from egeria_cache.threads import in_turns, without_modes
 
 _UNTRIED = {
@@ -121,10 +121,11 @@ def _try(op: Op, leaves: Sequence[Leaf], size: int) -> Found | None:
     if any(type(value) is int and value == num_rows for value in tree_leaves(op.args)):
         candidates.append(replace(op, args=_with_rows(op.args, num_rows), key=f"{op.key} of B"))
     for candidate in candidates:
-        with _unseen() as has_drawn, Attempt():
-            tried.append(_Trial(candidate, leaves, size).found())
-        if has_drawn():
-            return None
+        with _unseen() as has_drawn:
+            with Attempt():
+                tried.append(_Trial(candidate, leaves, size).found())
+            if has_drawn():
+                return None
     found = [one for one in tried if one is not None]
     apart = (one for one in found if not one[0][0].opens)
     return next(apart, found[0] if found else None)
@@ -143,18 +144,13 @@ _IGNORE: Any = ("ignore", None, Warning, None, 0)
 @contextmanager
 def _unseen() -> Iterator[Callable[[], bool]]:
     """Try without any mode of the loop's, and put the random generators back behind it."""
-    before = (torch.get_rng_state(), *random_states())
-    drawn: list[bool] = []
+    before = RandomState.now()
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters.insert(0, _IGNORE)
     with in_turns(), without_modes():
-        yield lambda: bool(drawn)
+        yield lambda: not RandomState.now().equals(before)
         filters.remove(_IGNORE)
-        after = (torch.get_rng_state(), *random_states())
-        if not all(map(torch.equal, before, after)):
-            drawn.append(True)
-            torch.set_rng_state(before[0])
-            set_random_states(before[1:])
+        before.restore()
 
 
 class _Trial:
@@ -190,7 +186,7 @@ class _Trial:
                     if fold is None:
                         if not self._is_other_view(tensor, size):
                             return None
-                    elif not all(map(_agree(fold, tensor, size), own, parts)):
+                    elif not all(map(partial(_agree, fold, tensor, size), own, parts)):
                         return None
                 if size == self._sizes[-1] and not self._can_be_described(whole, size):
                     return None
@@ -254,23 +250,18 @@ def _fold(whole: Tensor, singles: Sequence[Tensor], size: int) -> Fold | None:
     each = singles[0].shape[0]
     for outer in range(1, each + 1):
         fold = Fold(outer, each // outer)
-        if each % outer == 0:
-            agree = _agree(fold, whole, size)
-            if all(agree(one, [i]) for i, one in enumerate(singles)):
-                return fold
+        agree = (_agree(fold, whole, size, one, [i]) for i, one in enumerate(singles))
+        if each % outer == 0 and all(agree):
+            return fold
     return None
 
 
-def _agree(fold: Fold, whole: Tensor, size: int) -> Callable[[Tensor, Sequence[int]], bool]:
+def _agree(fold: Fold, whole: Tensor, size: int, part: Tensor, rows: Sequence[int]) -> bool:
+    """Whether a part has these of the samples, as they are in the whole."""
     each = fold.outer * fold.inner
-    if not each or whole.shape[0] != size * each:
-        return lambda part, rows: False
-    apart = fold.apart(whole)
-
-    def agree(part: Tensor, rows: Sequence[int]) -> bool:
-        return part.shape[0] == len(rows) * each and _same(apart[list(rows)], fold.apart(part))
-
-    return agree
+    if not each or (len(whole), len(part)) != (size * each, len(rows) * each):
+        return False
+    return _same(fold.apart(whole)[list(rows)], fold.apart(part))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -370,15 +370,15 @@ class Assembly:
                 entering = PartEntry(entry, entry.load, np.array(found.order))
         return Batch(
             ids=task.ids,
-            draws=task.draws,
+            draws=np.array(task.draws, np.int64),
             loader_name=source.key,
             leaves=leaves,
             load_rows=load_rows,
-            entry=entering,
+            planned_entry=entering,
             context=BatchContext(source, structure, task, metas, kinds, constants, age),
             may_be_stored=stores,
             lengths=lengths,
-            mixed=None if found is None else found.mixed,
+            mixed={} if found is None else found.mixed,
             why_mixed=source.study.company or "",
         )
 

@@ -36,8 +36,8 @@ def make_batch(hit):
         return {"x": RAW[torch.from_numpy(mask)]}
 
     leaves = {"x": RAW if hit is None else RAW[~torch.tensor(hit)]}
-    batch = Batch(ids=range(4), draws=[0] * 4, loader_name="t", leaves=leaves, load_rows=load_rows,
-                  entry=entry)  # fmt: skip
+    batch = Batch(ids=range(4), draws=np.zeros(4, np.int64), loader_name="t", leaves=leaves, load_rows=load_rows,
+                  planned_entry=entry)  # fmt: skip
     if hit is None:
         return BatchTensor.wrap(RAW.clone(), batch, "x"), loads
     misses = None if all(hit) else RAW[~torch.tensor(hit)]
@@ -280,7 +280,7 @@ def test_stored_rows_of_a_part_are_those_of_its_samples(hit):
     assert loaded == [True]
     entry.alive = False
     with pytest.raises(LookupError):
-        x.batch.select(np.array([0]))._planned_entry.load()
+        x.batch.select(np.array([0])).planned_entry.load()
 
 
 def test_what_is_written_to_a_view_shows_in_the_whole_and_back():
@@ -366,7 +366,13 @@ def test_what_the_loop_does_in_place_is_not_done_to_what_is_kept():
 
 def test_large_leaves_that_were_written_to_are_not_given_as_they_were():
     raw = torch.zeros(4, 1 << 18)
-    batch = Batch(ids=range(4), draws=[0] * 4, loader_name="t", leaves={"x": raw}, load_rows=dict)
+    batch = Batch(
+        ids=range(4),
+        draws=np.zeros(4, np.int64),
+        loader_name="t",
+        leaves={"x": raw},
+        load_rows=dict,
+    )
     assert batch.rows_of("x", None) is raw
     raw.numpy()[3, 7] = 1
     assert batch.rows_of("x", None) is None
@@ -374,7 +380,7 @@ def test_large_leaves_that_were_written_to_are_not_given_as_they_were():
 
 def test_a_voided_entry_is_gone_and_the_data_can_still_be_had():
     x, _ = make_batch(SOME)
-    x.batch._planned_entry.alive = False
+    x.batch.planned_entry.alive = False
     assert x.batch.entry is None
     assert torch.equal(x.full(), RAW)
 

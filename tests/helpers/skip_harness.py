@@ -117,8 +117,8 @@ class Harness:
             return {name: values[torch.from_numpy(mask)] for name, values in rows.items()}
 
         batch = Batch(
-            ids=ids, draws=[draw] * len(ids), loader_name="train", leaves=leaves,
-            load_rows=load_rows, entry=entry,
+            ids=ids, draws=np.full(len(ids), draw), loader_name="train", leaves=leaves,
+            load_rows=load_rows, planned_entry=entry,
         )  # fmt: skip
         tensors = {}
         for name, values in rows.items():

@@ -124,7 +124,7 @@ def test_a_batch_whose_rows_are_gone_is_computed():
     plain = copy.deepcopy(harness.model)
     step(harness.model, call, harness.batch(range(8)))
     batch = harness.batch(range(8))
-    batch["x"].batch._planned_entry.broken = True
+    batch["x"].batch.planned_entry.broken = True
     ours = step(harness.model, call, batch, 1)
     step(plain, call, harness.plain(range(8)))
     assert torch.equal(ours[0], step(plain, call, harness.plain(range(8)), 1)[0])
