@@ -334,7 +334,7 @@ class Assembly:
     def _batch(
         self,
         plan: Plan,
-        leaves: Mapping[str, Rows],
+        leaves: dict[str, Any],
         structure: Structure,
         rows: Mapping[str, Tensor],
         lengths: Lengths | None,
@@ -350,7 +350,7 @@ class Assembly:
         for path, leaf in leaves.items():
             if path in view.constants if view is not None else not is_rows(leaf, size):
                 is_own = isinstance(leaf, Tensor) and is_dense(leaf)
-                constants[path] = leaf.clone() if is_own else leaf  # type: ignore[union-attr]
+                constants[path] = leaf.clone() if is_own else leaf
                 continue
             kinds[path] = type(leaf)
             if isinstance(leaf, Tensor) and not (is_read and path in rows):

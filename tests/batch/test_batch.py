@@ -36,8 +36,8 @@ def make_batch(hit):
         return {"x": RAW[torch.from_numpy(mask)]}
 
     leaves = {"x": RAW if hit is None else RAW[~torch.tensor(hit)]}
-    batch = Batch(ids=range(4), draws=np.zeros(4, np.int64), loader_name="t", leaves=leaves, load_rows=load_rows,
-                  planned_entry=entry)  # fmt: skip
+    batch = Batch(ids=range(4), draws=np.zeros(4, np.int64), loader_name="t", leaves=leaves,
+                  load_rows=load_rows, planned_entry=entry)  # fmt: skip
     if hit is None:
         return BatchTensor.wrap(RAW.clone(), batch, "x"), loads
     misses = None if all(hit) else RAW[~torch.tensor(hit)]
@@ -366,13 +366,8 @@ def test_what_the_loop_does_in_place_is_not_done_to_what_is_kept():
 
 def test_large_leaves_that_were_written_to_are_not_given_as_they_were():
     raw = torch.zeros(4, 1 << 18)
-    batch = Batch(
-        ids=range(4),
-        draws=np.zeros(4, np.int64),
-        loader_name="t",
-        leaves={"x": raw},
-        load_rows=dict,
-    )
+    draws = np.zeros(4, np.int64)
+    batch = Batch(ids=range(4), draws=draws, loader_name="t", leaves={"x": raw}, load_rows=dict)
     assert batch.rows_of("x", None) is raw
     raw.numpy()[3, 7] = 1
     assert batch.rows_of("x", None) is None
