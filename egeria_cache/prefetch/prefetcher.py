@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import compress, count
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch import Tensor
 from egeria_cache import threads
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
-from egeria_cache.device import leave_captures_alone, pinned, room, runs_late, uploaded
+from egeria_cache.device import leave_captures_alone, pinned, pins, room, runs_late, uploaded
 from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
@@ -61,7 +60,6 @@ TOGETHER_BYTES = 2 << 20
 ALIGNMENT = 16
 """Of memory, as malloc gives it: how numbers are added up may depend on that."""
 
-_LOCATED = attrgetter("located")
 _passes = count()
 _lock = threading.Lock()
 
@@ -93,12 +91,10 @@ class PlannedEntry:
         self.is_given = False
         """Whether the batch was given out."""
         self.was_used = False
-        self._reading: Future[bool] | bool = False
-        """Whether its rows were read, or who reads them."""
+        self._reading: Future[bool] | bool | None = None
+        """Whether its rows were read, or who reads them; None: nobody has begun to."""
         self._prefetcher: Prefetcher | None = None
-        """By which it is read when it is asked for, if nobody has read it with another one."""
-        self._is_read: bool | None = None
-        """Whether its rows are there; None: it was read neither alone nor beside another one."""
+        """By which it is read when it is asked for, if it was not read beside another one."""
         self._process = os.getpid()
         self._ring: Ring | None = None
         self._place: Place | None = None
@@ -117,12 +113,11 @@ class PlannedEntry:
         if self._rows is not None:
             return True
         try:
-            prefetcher, self._prefetcher = self._prefetcher, None
-            if prefetcher is not None:
-                self._reading = prefetcher.read_now(self)
+            if self._reading is None and self._prefetcher is not None:
+                self._reading = self._prefetcher.read_now(self)
             reading = self._reading
             is_read = reading.result(READ_TIMEOUT_S) if isinstance(reading, Future) else reading
-            return is_read and self.alive
+            return bool(is_read) and self.alive
         except Exception as error:
             if not is_beside(error):
                 raise
@@ -140,10 +135,7 @@ class PlannedEntry:
         if not self.alive:
             raise LookupError("the generation was voided")
         rows, self._rows = self._rows, None
-        if rows is None:
-            rows = self._load_again()
-        elif self.view.is_late or self.whole is not None:
-            rows = self._widened(_on_device(rows, self.view))
+        rows = self._load_again() if rows is None else self._given(rows)
         if self.on_load is not None:
             self.on_load()
             self.on_load = None
@@ -158,12 +150,17 @@ class PlannedEntry:
         # ring remembers: read again.
         with threads.without_modes():
             tensors, found = self.view.generation.get_located(
-                self.located, pin_memory=self.view.is_pinned
+                self.located, pin_memory=pins(self.view.device)
             )
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        rows = _put_together(self.view, tensors, self.longest)
-        return self._widened(_on_device(rows, self.view))
+        return self._given(_put_together(self.view, tensors, self.longest))
+
+    def _given(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy rows that came with their batch, among the training step's own work."""
+        view = self.view
+        wanted = {name: view.cut.devices.get(name, view.device) for name in rows}
+        return self._widened({name: uploaded(rows[name], wanted[name]) for name in rows})
 
     @property
     def longest(self) -> tuple[int, ...] | None:
@@ -210,26 +207,20 @@ class Prefetcher:
         """Whether something was not in memory: from then on all is read ahead."""
         self.rings: set[Ring] = set()
         """That this pass reads from."""
-        self._near: View | None = None
-        """The view that was read from last, if its rows are needed on no device."""
         self._deferred: deque[PlannedEntry] = deque()
         """What the training thread is to read, in its order."""
 
     def start(self, entry: PlannedEntry) -> None:
         """Begin to read an entry's rows; returns at once."""
-        if not self._closed and self._readers is not None:
-            view = entry.view
-            if view is not self._near:
-                self._near = None if needs_ring(view.device) else view
-            is_short = entry.num_hits * view.cut.row_bytes <= SHORT_BYTES
-            if is_short and self._near is not None and not self.has_waited:
-                entry._prefetcher = self
-                self._deferred.append(entry)
-                return
-            try:
-                entry._reading = self._readers.submit(self.read, entry)
-            except RuntimeError:  # the cache was closed: the entry never gets ready
-                self._closed = True
+        if self._closed or self._readers is None:
+            return
+        is_short = entry.num_hits * entry.view.cut.row_bytes <= SHORT_BYTES
+        if is_short and not self.has_waited and not needs_ring(entry.view.device):
+            entry._prefetcher = self
+            self._deferred.append(entry)
+            return
+        with suppress(RuntimeError):  # the cache was closed: the entry never gets ready
+            entry._reading = self._readers.submit(self.read, entry)
 
     def read_now(self, entry: PlannedEntry) -> Future[bool] | bool:
         """Read an entry's rows in the calling thread; whether they are there.
@@ -237,11 +228,8 @@ class Prefetcher:
         What is not in memory is a reader's all the same: a disk may take its time, and hang.
         """
         try:
-            has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
-            with threads.without_modes() if has_modes else nullcontext():
-                if self._closed or entry._is_read is not None:
-                    return not self._closed and bool(entry._is_read)
-                return self._read_together(entry, in_memory=True)
+            with threads.without_modes():
+                return not self._closed and self._read_together(entry, in_memory=True)
         except NotInMemoryError:
             assert self._readers is not None
             self.has_waited = True
@@ -264,24 +252,22 @@ class Prefetcher:
         """Read an entry's rows; whether they are there."""
         if self._closed or not entry.alive:
             return False
-        view = entry.view
-        if view.is_spread or not needs_ring(view.device):
+        view, is_spread = entry.view, len(set(entry.cut.devices.values())) > 1
+        if is_spread or not needs_ring(view.device):
             return self._read_together(entry)
         samples = numbered(entry.ids, view.generation.num_expected)
         ring, number = self._ring_of(view), self._first + entry.number
         if samples is None or not view.has_room:
             return self._read_together(entry)
-        new = np.arange(len(entry.ids))
+        new = np.arange(len(samples))
         if ring is not None:
             new = ring.adopt(number, samples, entry.draws)
         tensors: dict[str, Any] = {}
         if len(new):
-            located = entry.located
-            if len(new) < len(entry.ids):
-                mask = np.zeros(len(entry.ids), np.bool_)
-                mask[new] = True
-                located = located.only(mask)
-            tensors, found = view.generation.get_located(located, pin_memory=view.is_pinned)
+            mask = np.zeros(len(samples), np.bool_)
+            mask[new] = True
+            located = entry.located.only(mask)
+            tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
             if not found.all():
                 return False
         rows = _put_together(view, tensors, None)
@@ -317,27 +303,31 @@ class Prefetcher:
         """Read a batch's rows, and keep them with it; whether they are there. With them go those of
         the deferred ones behind it where they wait for no disk.
         """
-        view, entries, waiting, num_rows = first.view, [first], self._deferred, first.num_hits
-        while in_memory and waiting and waiting[0].number <= first.number:
+        view, entries, num_rows = first.view, [first], first.num_hits
+        waiting = self._deferred if in_memory else deque[PlannedEntry]()
+        while waiting and waiting[0].number <= first.number:
             waiting.popleft()
-        while in_memory and waiting and waiting[0].view is view:
+        while waiting and waiting[0].view is view:
             num_rows += waiting[0].num_hits
             if num_rows * view.cut.row_bytes > TOGETHER_BYTES:
                 break
             entries.append(waiting.popleft())
         tensors, found = view.generation.get_located(
-            Located.joined([*map(_LOCATED, entries)]),
-            pin_memory=view.is_pinned, in_memory=in_memory,
+            Located.joined([entry.located for entry in entries]),
+            pin_memory=pins(view.device), in_memory=in_memory,
         )  # fmt: skip
         start = 0
         for entry in entries:
             stop = start + entry.num_hits
-            entry._is_read = bool(found[start:stop].all())
-            if entry._is_read:
-                own = tensors if len(entries) == 1 else _part(tensors, start, stop)
+            is_read = bool(found[start:stop].all())
+            if is_read:
+                own = tensors
+                if len(entries) > 1:
+                    own = {name: _part(rows, start, stop) for name, rows in tensors.items()}
                 entry._rows = _put_together(view, own, self._keep(entry, own))
+            entry._reading = is_read
             start = stop
-        return bool(first._is_read)
+        return bool(first._reading)
 
     def _keep(self, entry: PlannedEntry, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Note what records have beside the activations; return how long the longest is."""
@@ -345,14 +335,13 @@ class Prefetcher:
         if padding is not None:
             entry.lengths = found[LENGTHS].numpy().astype(np.int64)
             longest = entry.longest
-        pin = self._pin_memory and entry.view.is_pinned
         for path, kind in entry.view.kept.items():
             rows = found[KEPT + path]
-            if padding is None or longest is None or path not in padding.values:
-                rows = rows if isinstance(rows, Tensor) else _column(kind, rows)
-            else:
+            if padding is not None and longest is not None and path in padding.values:
                 rows = padding.padded(path, rows, longest)
-            is_pinned = pin and isinstance(rows, Tensor)
+            elif not isinstance(rows, Tensor):
+                rows = _column(kind, rows)
+            is_pinned = self._pin_memory and isinstance(rows, Tensor)
             entry.kept[path] = pinned(rows, entry.view.device) if is_pinned else rows
         return longest
 
@@ -422,44 +411,22 @@ def _put_together(
     Raises:
         LookupError: It is not known how long the activations of such a batch are.
     """
-    found = {}
-    for name, rows in tensors.items():
-        if name.startswith(ACTIVATION):
-            found[name[len(ACTIVATION) :]] = rows
-    for name, one in view.cut.growth.items() if found and view.padding is not None else ():
-        pin = view.is_pinned
+    found = {n.removeprefix(ACTIVATION): tensors[n] for n in tensors if n.startswith(ACTIVATION)}
+    pin = pins(view.device)
+    for name, one in view.growth.items() if found else ():
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
 
 
-_NUMPYS = frozenset({torch.float32, torch.float16, torch.float64, torch.int64, torch.complex128})
-"""Which NumPy has too; others go as integers of their size."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _part(tensors: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Return some rows as nobody could tell from ones that were read alone: what is written to them
-    is written to no others in autograd's books.
+def _part(values: Any, start: int, stop: int) -> Any:
+    """Return some rows as if they had been read alone: what is written to them is written to no
+    others in autograd's books.
     """
-    found = {}
-    for name, rows in tensors.items():
-        if not isinstance(rows, Tensor):
-            found[name] = rows[start:stop]
-            continue
-        known = rows if rows.dtype in _NUMPYS else rows.view(_INTEGERS[rows.element_size()])
-        part = torch.from_numpy(known.numpy()[start:stop])
-        if part.data_ptr() % ALIGNMENT:
-            part = part.clone()
-        found[name] = part if known is rows else part.view(rows.dtype)
-    return found
-
-
-def _on_device(rows: dict[str, Tensor], view: View) -> dict[str, Tensor]:
-    """Copy rows that came with their batch, among the training step's own work."""
-    if not view.is_late:  # they are there
-        return rows
-    return {name: uploaded(values, view.device_for(name)) for name, values in rows.items()}
+    if not isinstance(values, Tensor):
+        return values[start:stop]
+    part = values[start:stop].data
+    return part.clone() if part.data_ptr() % ALIGNMENT else part
 
 
 def _column(kind: type, rows: Any) -> Rows:
@@ -479,7 +446,7 @@ def _begin() -> None:
     leave_captures_alone()
 
 
-class ReaderThreads:
+class ReaderThreads(ThreadPoolExecutor):
     """Started with the first read; `close` waits for what they are doing.
 
     At most four, and as many as there are cores, which the ranks of a machine share, without one
@@ -490,19 +457,8 @@ class ReaderThreads:
         cores, ranks = len(os.sched_getaffinity(0)), os.environ.get("LOCAL_WORLD_SIZE", "")
         cores //= int(ranks) if ranks.isdigit() and int(ranks) else 1
         most = max(1, min(_MOST, cores - 1))
-        self._threads = ThreadPoolExecutor(most, "egeria-read", initializer=_begin)
-        self._process = os.getpid()
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Hand in work.
-
-        Raises:
-            RuntimeError: They were stopped, none can be started, or this is a forked child.
-        """
-        if os.getpid() != self._process:  # where a lock may be held for ever
-            raise RuntimeError("the threads stayed behind in the process that forked this one")
-        return self._threads.submit(work, *args)
+        super().__init__(most, "egeria-read", initializer=_begin)
 
     def close(self) -> None:
         """Stop; reads that have not begun are dropped. Idempotent."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.shutdown(wait=True, cancel_futures=True)

@@ -66,7 +66,8 @@ class Slots:
         self._slot_of = np.zeros(num_samples, np.int32)
         self._sample_at = np.full(num_slots + 1, -1, np.int64)
         self._draw_at = np.zeros(num_slots + 1, np.int64)
-        self._stamp_at = np.zeros(num_slots + 1, np.int64)
+        self.stamp_at = np.zeros(num_slots + 1, np.int64)
+        """What changes when a slot is given to other rows, or its sample to another slot."""
         self._needed_by = np.full(num_slots + 1, -1, np.int64)
         self._latest, self._oldest_needed, self._hand, self._stamp = 0, 0, 0, 0
 
@@ -109,19 +110,15 @@ class Slots:
             return None
         if before.any():  # other draws of these samples
             before = before[before != NOBODY]
-            self._sample_at[before], self._stamp_at[before], self._needed_by[before] = -1, 0, -1
+            self._sample_at[before], self.stamp_at[before], self._needed_by[before] = -1, 0, -1
         evicted = self._sample_at[slots]
         evicted = evicted[evicted >= 0]
         self._slot_of[evicted] = NOBODY
         self._slot_of[samples] = slots
         self._stamp += 1
         self._sample_at[slots], self._draw_at[slots] = samples, draws
-        self._stamp_at[slots], self._needed_by[slots] = self._stamp, batch
+        self.stamp_at[slots], self._needed_by[slots] = self._stamp, batch
         return Placed(new, slots, evicted)
-
-    def stamps(self, slots: Slot) -> Numbers:
-        """Return what changes when a slot is given to other rows, or its sample to another slot."""
-        return self._stamp_at[slots]
 
     def release_before(self, batch: int) -> None:
         """Rows that only batches numbered below `batch` need may be evicted from now on."""
@@ -203,9 +200,9 @@ class Ring:
             slab[NOBODY].fill_(torch.nan if slab.is_floating_point() else 0)
         self.is_closed = False
         self._padded = padded or {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._slots = Slots(num_slots, num_samples)
-        self._kept: dict[str, Tensor | np.ndarray] = {}
+        self._kept: dict[str, Tensor | dict[int, Any]] = {}
         self._lane = Lane(device)
         self._lane.follow_current()  # the slabs' memory may have been another's until now
 
@@ -266,17 +263,16 @@ class Ring:
                     self._write(placed, samples[at], rows, held)
                 self._lane.held.hold(held, self._lane.mark())
             except Exception:  # what the slots hold is not what they are said to
-                self._close()
+                self.close()
                 raise
             return True
 
     def kept(self, place: Place) -> dict[str, Tensor | list[Any]]:
         """Return the host values of a batch, just after it was placed."""
         with self._lock:
+            slots = place.slots.tolist()
             return {
-                path: values[torch.from_numpy(place.slots)]
-                if isinstance(values, Tensor)
-                else values[place.slots].tolist()
+                path: values[slots] if isinstance(values, Tensor) else [values[n] for n in slots]
                 for path, values in self._kept.items()
             }
 
@@ -297,7 +293,7 @@ class Ring:
                 index = self._uploaded(samples, held)
             ready = self._lane.mark()
             self._lane.held.hold(held, ready)
-            return Place(slots, self._slots.stamps(slots), index, ready)
+            return Place(slots, self._slots.stamp_at[slots], index, ready)
 
     def gather(
         self, place: Place, sizes: Mapping[str, Sequence[int]] | None = None
@@ -313,7 +309,7 @@ class Ring:
             LookupError: One of them was evicted, or the ring closed.
         """
         with self._lock:
-            is_there = (self._slots.stamps(place.slots) == place.stamps).all()
+            is_there = (self._slots.stamp_at[place.slots] == place.stamps).all()
             if self.is_closed or not is_there:
                 raise LookupError("not all rows are in the ring any more")
             self._lane.lead(place.ready)
@@ -350,31 +346,25 @@ class Ring:
     def close(self) -> None:
         """Serve nothing more, and give the memory back. Idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            self._lane.rejoin()
-            self.table = torch.empty(0, dtype=torch.int32, device=self.device)
-            self.slabs, self._kept = {}, {}
+            if not self.is_closed:
+                self.is_closed = True
+                self._lane.rejoin()
+                self.table = torch.empty(0, dtype=torch.int32, device=self.device)
+                self.slabs, self._kept = {}, {}
 
     def _keep(self, path: str, values: Column, slots: Numbers, at: Any) -> None:
-        """Remember host values, as tensors where they are."""
-        table, size = self._kept.get(path), self._slots.num_slots + 1
-        if isinstance(values, Tensor) and not isinstance(table, np.ndarray):
+        """Remember host values, as a tensor of all slots where they are tensors of one shape."""
+        table = self._kept.get(path)
+        if isinstance(values, Tensor) and not isinstance(table, dict):
             if table is None:
-                table = self._kept[path] = values.new_empty((size, *values.shape[1:]))
+                shape = (self._slots.num_slots + 1, *values.shape[1:])
+                table = self._kept[path] = values.new_empty(shape)
             table[torch.from_numpy(slots)] = values[at]
             return
-        if not isinstance(table, np.ndarray):  # rows of different shapes, or no tensors
-            objects = np.empty(size, object)
-            if table is not None:
-                objects[:] = list(table.unbind())
-            table = self._kept[path] = objects
-        one_by_one = np.empty(len(values), object)
-        one_by_one[:] = list(values)
-        table[slots] = one_by_one[at]
+        if not isinstance(table, dict):
+            table = self._kept[path] = {} if table is None else dict(enumerate(table))
+        rows = range(len(values))[at] if isinstance(at, slice) else at.tolist()
+        table.update(zip(slots.tolist(), (values[row] for row in rows), strict=True))
 
     def _uploaded(self, numbers: npt.NDArray[Any], held: list[Tensor]) -> Tensor:
         """Copy to the device; in the lane."""

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
-from egeria_cache.device import pins, runs_late
 
 if TYPE_CHECKING:
     from egeria_cache.prefetch.ring import Ring
@@ -75,29 +73,10 @@ class View:
     """Whether it is void only because the data are others by now: batches that were given out
     before are what they were."""
 
-    @cached_property
-    def is_spread(self) -> bool:
-        """Whether the activations of one sample lie on several devices."""
-        return len(set(self.cut.devices.values())) > 1
-
-    @cached_property
-    def is_late(self) -> bool:
-        """Whether any of the activations lies on a device that runs behind the host."""
-        return any(map(runs_late, (self.device, *self.cut.devices.values())))
-
-    @cached_property
-    def is_pinned(self) -> bool:
-        """Whether its rows are read into page-locked memory."""
-        return pins(self.device)
-
     @property
     def growth(self) -> Mapping[str, Any]:
         """How they are padded, of the activations that are."""
         return {} if self.padding is None else self.cut.growth
-
-    def device_for(self, name: str) -> torch.device:
-        """Return where an activation is wanted."""
-        return self.cut.devices.get(name, self.device)
 
     @property
     def alive(self) -> bool:
