@@ -138,13 +138,13 @@ MUTATIONS = {
         caught_by="tests/cache/test_staleness.py",
     ),
     "samples may depend on each other": Mutation(
-        file="egeria_cache/skip/prove/independence.py",
-        old="    suspects: list[Recomputed] = []\n",
-        new="    return\n    suspects: list[Recomputed] = []\n",
+        file="egeria_cache/skip/prove/purity.py",
+        old="    suspects: dict[int, tuple[Recomputed, int]] = {}\n",
+        new="    return\n    suspects: dict[int, tuple[Recomputed, int]] = {}\n",
         caught_by="tests/hostile/test_proof.py",
     ),
     "float64 tells of a few rows alone": Mutation(
-        file="egeria_cache/skip/prove/independence.py",
+        file="egeria_cache/skip/prove/purity.py",
         old="(company[::-1], *apart, *whole, *again)",
         new="(company[::-1], *apart, *again)",
         caught_by="tests/skip/test_independence.py",
@@ -157,8 +157,8 @@ MUTATIONS = {
     ),
     "all runs of a proof draw the same numbers": Mutation(
         file="egeria_cache/skip/prove/traced_batch.py",
-        old="    RandomState.seed(traced.num_runs)\n",
-        new="    RandomState.seed(1)\n",
+        old="        RandomState.seed(self._num_runs)\n",
+        new="        RandomState.seed(1)\n",
         caught_by="tests/skip/test_independence.py",
     ),
     "an output that cannot be had on a hit is given out": Mutation(

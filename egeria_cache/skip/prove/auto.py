@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn.modules.batchnorm import _NormBase
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import BatchTensor
-from egeria_cache.errors import BoundaryError, ParallelError
-from egeria_cache.skip.model.calls import Recorder
-from egeria_cache.skip.model.fsdp import cut_otherwise
-from egeria_cache.skip.prove.cut_points import frozen_cut_points
-from egeria_cache.skip.prove.dry_run import on_few_rows, record
-from egeria_cache.skip.prove.model_copy import ModelCopies, shared_modules
-from egeria_cache.skip.prove.traced_batch import arguments
+from egeria_cache.errors import BoundaryError
+from egeria_cache.pystate import names_in, reached
+from egeria_cache.skip.model.calls import CallRecord, Recorder
+from egeria_cache.skip.model.frozen import FrozenPrefix
+from egeria_cache.skip.prove.dry_run import DryRun
 from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.state.surroundings import Surroundings, Weights
-from egeria_cache.threads import in_turns, uncollected
+from egeria_cache.skip.serve.trace import leaves_behind, tensors_in
 
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64
@@ -45,7 +42,10 @@ class AutoBoundary:
     def __init__(self, model: nn.Module, found: Callable[..., None]) -> None:
         self._model = model
         self.found = found
-        self._features = Features(model)
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._is_trained = not self._trainable
+        """Whether the model was trained here."""
+        self._versions: list[int] | None = None
         self._places: list[str] = []
         """Where the model might be cut, the one that is tried now first."""
         self._wait = 0
@@ -73,14 +73,14 @@ class AutoBoundary:
     def is_still(self) -> bool:
         """Whether the same trains as at the last call, and the boundary was looked for."""
         self._num_still += 1
-        is_known = self._features.is_trained and not self._is_due
+        is_known = self._is_trained and not self._is_due
         return is_known and list(map(_requires_grad, self._parameters)) == self._seen
 
     @contextmanager
     def around(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """While a call computes features, and nothing else, nothing of the model trains."""
-        are_computed = self._features.are_computed(args, kwargs)
-        marked = [p for p in self._features.parameters if are_computed and p.requires_grad]
+        are_features = self._computes_features(args, kwargs)
+        marked = [p for p in self._trainable if are_features and p.requires_grad]
         try:
             for parameter in marked:
                 parameter.requires_grad = False
@@ -111,7 +111,9 @@ class AutoBoundary:
         self._places = []
         with Attempt() as tried:
             if not all(flags):
-                self._places = self._look(forward, Invocation.of(args, kwargs))[:_MAX_TRIED]
+                call, held = Invocation.of(args, kwargs), FrozenPrefix(model=self._model)
+                seen = DryRun(self._model, forward, "auto", call, held).seen()
+                self._places = _frozen_cut_points(self._model, *seen)[:_MAX_TRIED]
         is_ours = isinstance(tried.error, BoundaryError)
         if tried.error is not None and not is_ours and self._num_raised < _MAX_RAISED:
             self._num_raised += 1
@@ -120,56 +122,128 @@ class AutoBoundary:
         place = self._places[0] if self._places else None
         self.found(place, str(tried.error) if is_ours else "")
 
-    @in_turns()
-    @uncollected()
-    def _look(self, forward: Callable[..., Any], call: Invocation) -> list[str]:
-        """Run a copy on a few rows; return where the model might be cut.
+    def _computes_features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call computes features, of a loader's batch, or comes after such a call.
 
-        Raises:
-            Exception: Its own code has.
+        Nothing trains through a call in evaluation mode under `no_grad` of a model that was never
+        trained here, and which nobody may have frozen.
         """
-        name = cut_otherwise(self._model)
-        if name is not None:
-            raise ParallelError("auto", name)
-        surroundings = Surroundings(self._model, shared_modules(self._model))
-        world = surroundings.now()
-
-        def run(rows: list[int]) -> list[str]:
-            recorder = Recorder(keep_outputs=True)
-            copied = ModelCopies(self._model, forward, call, Weights()).fresh()
-            # A gradient that is asked of an input trains nothing before the boundary.
-            given = tree_map_only(Tensor, Tensor.detach, arguments(copied.call, rows))
-            with torch.inference_mode(False), torch.enable_grad():
-                record(self._model, copied, given, world, recorder)
-            return frozen_cut_points(self._model, recorder, tree_leaves(given))
-
-        return on_few_rows(call, run)
-
-
-class Features:
-    """Tells the calls of a model that compute features: nothing trains through a call in evaluation
-    mode under `no_grad` of a model that was never trained here.
-
-    Args:
-        model: The model, which nobody may have frozen.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.is_trained = not self.parameters
-        """Whether the model was trained here."""
-        self._versions: list[int] | None = None
-
-    def are_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this call is one: of a loader's batch, or one after such a call."""
-        if self.is_trained or torch.is_grad_enabled() or self._model.training:
-            self.is_trained |= torch.is_grad_enabled()
+        if self._is_trained or torch.is_grad_enabled() or self._model.training:
+            self._is_trained |= torch.is_grad_enabled()
             return False
         given = (*args, *kwargs.values())
         if self._versions is None and not any(isinstance(one, BatchTensor) for one in given):
             return False
-        versions = [p._version for p in self.parameters]
-        self.is_trained = self._versions not in (None, versions)
+        versions = [p._version for p in self._trainable]
+        self._is_trained = self._versions not in (None, versions)
         self._versions = versions
-        return not self.is_trained
+        return not self._is_trained
+
+
+# ---- where a model might be cut ------------------------------------------------------------------
+
+
+def _frozen_cut_points(model: nn.Module, recorder: Recorder, given: Iterable[Tensor]) -> list[str]:
+    """Return where the model might be cut now, deepest first: into none of them anything that
+    trains leads, as autograd shows.
+
+    Args:
+        model: The model.
+        recorder: Has seen one forward with autograd recording, and kept the outputs.
+        given: What that was called with: a gradient that is asked of an input trains nothing.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    outputs = [tensors_in(call.output) for call in recorder.calls]
+    made_here = {id(leaf) for leaves in (*outputs, tensors_in(list(given))) for leaf in leaves}
+    frozen = []
+    for i, call in enumerate(recorder.calls):
+        if call.end < 0 or id(call.module) not in names or not outputs[i]:
+            continue
+        steps, _ = recorder.before(i)
+        has_frozen = any(not p.requires_grad for step in steps for p in step.module.parameters())
+        if not has_frozen or any(p.requires_grad for p in call.module.parameters()):
+            continue
+        if _ends_in_training(steps):
+            continue
+        # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
+        if all(id(leaf) in made_here for leaf in leaves_behind(outputs[i])):
+            frozen.append(i)
+    frozen.sort(key=lambda i: recorder.calls[i].end)
+    known = set(blocks(model))
+    modules = [call.module for call in recorder.calls]
+    chosen = [i for i in frozen if names[id(modules[i])] in known]
+    # Behind the norm, the ReLU and the pooling that follow a block more is skipped, less is stored.
+    joins = [
+        isinstance(modules[i], _NORMS) or next(modules[i].parameters(), None) is None
+        for i in chosen
+    ]
+    chosen = [i for i, joined in zip(chosen, [*joins, False][1:], strict=True) if not joined]
+    return list(dict.fromkeys(names[id(modules[i])] for i in reversed(chosen or frozen)))
+
+
+def _ends_in_training(steps: list[CallRecord]) -> bool:
+    """Whether a front of these steps would end with one that trains although it has no parameter.
+
+    The front is what is frozen and what lies between. Nobody has frozen a norm without parameters,
+    or a dropout, that comes behind the last frozen parameter: in training mode it goes on updating
+    its statistics, or drawing, whatever stands before it.
+    """
+    for step in reversed(steps):
+        if next(step.module.parameters(), None) is not None:
+            return False
+        for module in step.module.modules():
+            code = getattr(type(module).forward, "__code__", None)  # PyTorch's own is not followed
+            own = names_in(code).all if code is not None else ()
+            if module._buffers or "training" in {*own, *reached([module]).names}:
+                return True
+    return False
+
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def holds_stage(module: nn.Module) -> bool:
+    """Whether a list inside has two or more composite members of one class.
+
+    A block whose shortcut is `Sequential(conv, norm)` has none, and stays whole.
+    """
+    for inner in filter(_is_list, module.modules()):
+        kinds = [
+            type(child)
+            for child in inner.children()
+            if not _is_list(child) and any(True for _ in child.children())
+        ]
+        if len(kinds) > len(set(kinds)):
+            return True
+    return False
+
+
+def blocks(
+    module: nn.Module, prefix: str = "", *, opens: Callable[[nn.Module], bool] = holds_stage
+) -> Iterator[str]:
+    """Yield the names of the members of a model's lists, and of what lies between the lists.
+
+    Args:
+        module: The model.
+        prefix: What its names begin with.
+        opens: Whether a member of a list is a stage, whose own members are meant.
+    """
+    listed = _is_list(module)
+    for name, child in module.named_children():
+        if _is_list(child) or (opens(child) if listed else _holds_list(child)):
+            yield from blocks(child, f"{prefix}{name}.", opens=opens)
+        else:
+            yield prefix + name
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether a list of two or more members with parameters lies anywhere inside."""
+    return any(
+        sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
+        for inner in module.modules()
+        if _is_list(inner)
+    )

@@ -14,58 +14,30 @@ touched by one forward, the user's, when it is known whether the front is cut:
 
 from __future__ import annotations
 
-import functools
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.pystate import RandomState, is_compiled
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
 from egeria_cache.skip.model.fsdp import cut_otherwise
-from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, shared_modules
+from egeria_cache.skip.prove import model_copy
+from egeria_cache.skip.prove.model_copy import ModelCopies, distinct, trainable
 from egeria_cache.skip.prove.proof import prove
-from egeria_cache.skip.prove.purity import held_in, moved
-from egeria_cache.skip.prove.traced_batch import (
-    PrefixRun,
-    TracedBatch,
-    arguments,
-    distinct,
-    trainable,
-)
+from egeria_cache.skip.prove.traced_batch import TracedBatch
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.serve.trace import known_tensors
 from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
 from egeria_cache.skip.state.surroundings import Surroundings, Weights, World
 from egeria_cache.threads import in_turns, uncollected
-
-
-def record(
-    model: nn.Module,
-    copied: ModelCopy,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    world: World,
-    recorder: Recorder,
-) -> None:
-    """Run a copy of the model, and write down which of its modules are called."""
-    world.restore(for_a_copy=True)
-    try:
-        with copied.intercept(patchable(model), recorder):
-            recorder.begin()
-            copied.forward(*given[0], **given[1])
-    finally:
-        world.restore()
-
 
 FEW_ROWS = 2
 """Show which modules are called: BatchNorm takes no fewer."""
@@ -133,8 +105,7 @@ class DryRun:
         self.frozen = frozen or boundary
         self._is_plain = False
         """Whether what runs is the whole model on what it is given."""
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self._surroundings = Surroundings(model, shared_modules(model))
+        self._surroundings = Surroundings(model, model_copy.shared_modules(model))
         self._weights = Weights()
 
     @in_turns()
@@ -151,51 +122,26 @@ class DryRun:
             moved = list(self._weights.put_back(wholly=True).values())
         if tried.error is None and not moved:
             return outcome
-        error = self._refusal(tried.error or BoundaryError.moves(self.boundary, moved[0]))
-        return Outcome(error=error, has_raised=self._is_plain and error is not tried.error)
+        error = tried.error or BoundaryError.moves(self.boundary, moved[0])
+        if isinstance(error, BoundaryError):
+            refused = error
+        else:  # it comes from the model's code meeting a placeholder, or other rows
+            what = f"{type(error).__name__}: {error}"
+            if "use_reentrant=True" in what:
+                what = "what it checkpoints with use_reentrant=True shows no gradients; take False"
+            refused = BoundaryError.not_proved(self.boundary, what)
+            refused.__cause__ = error
+        return Outcome(error=refused, has_raised=self._is_plain and refused is not tried.error)
 
     def _run(self) -> Outcome:
         self._is_plain = True
-        steps, ancestors = self._discover()
-        copies = self._copies()
+        found, copies = self._discover(), self._copies()
         traced = TracedBatch(
-            model=self.model,
-            boundary=self.boundary,
-            call=self.call,
-            names=self.names,
-            steps=steps,
-            ancestors=ancestors,
-            copies=copies,
-            before=self._surroundings.now(),
-            surroundings=self._surroundings,
-            known=known_tensors(self.model),
-            grad=torch.is_grad_enabled(),
+            self.model, self.boundary, self.call, found, copies, self._surroundings
         )
-        self._run_plainly(traced)
-        plan, rows = prove(traced)
-        return Outcome(plan, rows)
-
-    def _run_plainly(self, traced: TracedBatch) -> None:
-        """Run the whole model on a copy.
-
-        Raises:
-            BoundaryError: What is checkpointed would run again in backward; or the prefix went
-                astray.
-        """
-        copied, before = traced.copies.fresh(), traced.before
-        args, kwargs = copied.call.plain()
-        before.restore(for_a_copy=True)
-        run, traced.held = _PlainRun(traced, copied), held_in(traced, copied)
-        with copied.intercept(traced.modules, run):
-            traced.result = copied.call.result(copied.forward(*args, **kwargs))
+        traced.run_plainly()
         self._is_plain = self._weights.looks_closely = False
-        traced.outputs, traced.seconds = run.outputs, run.seconds
-        traced.given, traced.moved, traced.called = copied.call.leaves, copied.moved, copied
-        traced.counted = [*before.outside.moved_whole(copied.copy_of).values()]
-        after = held_in(traced, copied)
-        left = moved(traced.held, after)
-        traced.left = {mark: (traced.held.get(mark), after[mark]) for mark in left}
-        traced.after = self._surroundings.now()
+        return Outcome(*prove(traced))
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that are called before the boundary returns, and those around it.
@@ -212,22 +158,20 @@ class DryRun:
             raise ParallelError(self.boundary, name)
         return ModelCopies(self.model, self.forward, self.call, self._weights)
 
-    def _refusal(self, error: Exception) -> BoundaryError:
-        if isinstance(error, BoundaryError):
-            return error
-        # Any other error comes from the model's code meeting a placeholder, or other rows.
-        what = f"{type(error).__name__}: {error}"
-        if "use_reentrant=True" in what:
-            what = "what it checkpoints with use_reentrant=True shows no gradients; take False"
-        refusal = BoundaryError.not_proved(self.boundary, what)
-        refusal.__cause__ = error
-        return refusal
-
     @uncollected()
     def hold(self) -> None:
         """Only take the prefix into inference mode."""
         with Attempt():  # if it is the model's own error, its forward raises it again
             self._discover()
+
+    @in_turns()
+    @uncollected()
+    def seen(self) -> tuple[Recorder, list[Any]]:
+        """Return the calls of one forward, their outputs as autograd records them, and the leaves
+        of what that was given.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._recorded(self._surroundings.now(), keep_outputs=True)
 
     def _discover(self) -> tuple[list[CallRecord], list[nn.Module]]:
         """Record the calls with the prefix in inference mode, as it will be from now on; return the
@@ -235,7 +179,7 @@ class DryRun:
         """
         world = self._surroundings.now()
         for _ in range(3):
-            recorder = on_few_rows(self.call, functools.partial(self._record, world))
+            recorder, _ = self._recorded(world)
             if self._was_dropped(recorder):
                 continue
             steps, _ = recorder.before(self._boundary_call(recorder))
@@ -250,11 +194,29 @@ class DryRun:
         steps, around = recorder.before(self._boundary_call(recorder))
         return steps, distinct([self.model, *(call.module for call in around)])
 
-    def _record(self, world: World, rows: list[int]) -> Recorder:
-        """Run a copy; return which modules were called, and which of them drew random numbers."""
-        recorder, copied = Recorder(watch=RandomState.now), self._copies().only()
-        record(self.model, copied, arguments(copied.call, rows), world, recorder)
-        return recorder
+    def _recorded(self, world: World, *, keep_outputs: bool = False) -> tuple[Recorder, list[Any]]:
+        """Run a copy on the first rows of the batch, on all of them if it does not take so few; on
+        none, which stands for all, of a call without a loader's batch: nobody knows what its rows
+        are. Return which modules were called, which of them drew random numbers, and its inputs.
+        """
+        rows = [] if self.call.why_not is not None else list(range(self.call.batch.size))
+
+        def run(rows: list[int]) -> tuple[Recorder, list[Any]]:
+            recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().only()
+            # A gradient that is asked of an input trains nothing before the boundary.
+            given = tree_map_only(Tensor, Tensor.detach, model_copy.arguments(copied.call, rows))
+            world.restore(for_a_copy=True)
+            try:
+                with copied.intercept(patchable(self.model), recorder):
+                    recorder.begin()
+                    copied.forward(*given[0], **given[1])
+            finally:
+                world.restore()
+            return recorder, tree_leaves(given)
+
+        with Attempt():
+            return run(rows[:FEW_ROWS])
+        return run(rows)
 
     def _check_hooks(self, modules: list[nn.Module]) -> None:
         """Refuse what would be off in inference mode, and is no layer's own: noise by a hook."""
@@ -262,9 +224,10 @@ class DryRun:
             hook = hook_of_training(module)
             if hook is not None:
                 self.held.release()  # it is to do what it does
+                names = {id(one): name for name, one in self.model.named_modules()}
                 raise BoundaryError.impure(
                     self.boundary,
-                    f"the hook {hook!r} of {self.names.get(id(module))!r} asks whether that module "
+                    f"the hook {hook!r} of {names.get(id(module))!r} asks whether that module "
                     "trains, and what it does then (noise, say) would be off in a frozen front",
                 )
 
@@ -305,63 +268,13 @@ class DryRun:
         return calls[-1]
 
 
-class _PlainRun(PrefixRun):
-    """Keeps every output of the prefix during one whole forward, as the boundary has left it."""
-
-    def __init__(self, traced: TracedBatch, copied: ModelCopy) -> None:
-        super().__init__(traced, stops=False)
-        self._traced, self._copied = traced, copied
-        self.seconds: list[float] = []
-        """From the model's start until each step returned."""
-        synchronize()
-        self._started = time.perf_counter()
-
-    def step(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run one step."""
-        is_last = len(self.outputs) == len(self._traced.steps) - 1
-        output = super().step(module, original, *args, **kwargs)
-        synchronize()
-        self.seconds.append(time.perf_counter() - self._started)
-        if is_last:
-            # Copies, as things stand now: the active part may write into what it is given.
-            self.outputs = tree_map(_copied, self.outputs)
-        return output
-
-
-def _copied(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
-        return leaf
-    with torch.inference_mode(False), torch.no_grad():
-        return leaf.detach().clone()
-
-
-T = TypeVar("T")
-
-
-def on_few_rows(call: Invocation, run: Callable[[list[int]], T]) -> T:
-    """Run something on the first rows of a batch; on all of them if it does not take so few.
-
-    On none, which stands for all, of a call that comes without a loader's batch: nobody knows what
-    its rows are.
-    """
-    rows = [] if call.why_not is not None else list(range(call.batch.size))
-    with Attempt():
-        return run(rows[:FEW_ROWS])
-    return run(rows)
-
-
 def patchable(model: nn.Module) -> list[nn.Module]:
     """Return every module but the model itself, and but what lies inside compiled ones."""
-    found: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module) -> None:
+    found, pending = dict[int, nn.Module](), [model]
+    for module in pending:
         for child in module.children():
             if id(child) not in found and child is not model:
                 found[id(child)] = child
                 if not is_compiled(child):
-                    visit(child)
-
-    visit(model)
+                    pending.append(child)
     return list(found.values())

@@ -23,7 +23,8 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.ragged import PaddedRows, widen
-from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, recompute, take
+from egeria_cache.skip.prove.model_copy import take
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
@@ -185,7 +186,7 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
             leaf = op.run(leaf)
         return leaf
 
-    return recompute(traced, rows, resize=resize)
+    return traced.recompute(rows, resize=resize)
 
 
 def _base(traced: TracedBatch, path: str) -> Tensor:

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria_cache.batch import Fold
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Copier, is_shared
 from egeria_cache.skip.model.calls import intercept
 from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.call import Invocation, plain
+from egeria_cache.skip.serve.placeholder import Scene
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly_in
 from egeria_cache.skip.state.surroundings import Weights
 
@@ -32,19 +35,18 @@ class ModelCopy:
 
     def __init__(
         self,
-        pairs: Mapping[int, Any],
-        root: tuple[nn.Module, Callable[..., Any], Invocation],
+        modules: Iterable[nn.Module],
+        forward: Callable[..., Any],
+        call: Invocation,
         weights: Weights,
-        copy_of: Callable[[Any], Any],
+        of: Callable[[Any], Any],
     ) -> None:
-        self._pairs, self._weights, self.copy_of = pairs, weights, copy_of
+        self._forward, self.call, self._weights, self.of = forward, call, weights, of
+        """Gives the copy of what the model holds; itself if it is shared."""
         self.moved: dict[int, str] = {}
         """Id -> name of the parameters that the last run has written to."""
-        self.model, self._forward, self.call = root
         self.context = copy_context()
-        self._real = {
-            id(copy): module for module, copy in pairs.values() if isinstance(module, nn.Module)
-        }
+        self._real = {id(of(module)): module for module in modules}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; context variables that it sets are this copy's own."""
@@ -53,24 +55,15 @@ class ModelCopy:
         finally:
             self.moved = self._weights.put_back()
 
-    def of(self, value: Any) -> Any:
-        """Return the copy of one of the model's modules or tensors; itself if it is shared."""
-        known = self._pairs.get(id(value))
-        return value if known is None else known[1]
-
-    def real(self, module: nn.Module) -> nn.Module:
-        """Return the user's module that this is a copy of."""
-        return self._real.get(id(module), module)
-
     def names(self, names: Mapping[int, str]) -> dict[int, str]:
         """Return the names of the copies beside those of the modules."""
         ours = {key: names[id(real)] for key, real in self._real.items() if id(real) in names}
         return {**names, **ours}
 
-    def ids(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Return the ids of modules and of their copies."""
-        both = [(id(module), id(self.of(module))) for module in modules]
-        return frozenset(i for pair in both for i in pair)
+    def scene(self, plan: ReplayPlan) -> Scene:
+        """Begin a run of it on placeholders, which meet its modules as well as the model's."""
+        around = {id(one) for module in plan.ancestors for one in (module, self.of(module))}
+        return Scene(self.names(plan.names), frozenset(around), written=plan.written)
 
     def intercept(
         self, modules: Iterable[nn.Module], handler: Callable[..., Any]
@@ -78,7 +71,7 @@ class ModelCopy:
         """Route the calls of the copies of `modules` to a handler that is told the modules."""
 
         def handle(module: nn.Module, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-            return handler(self.real(module), original, *args, **kw)
+            return handler(self._real.get(id(module), module), original, *args, **kw)
 
         return intercept([self.of(module) for module in modules], handle)
 
@@ -108,14 +101,7 @@ class ModelCopies:
         """What all are copies of, and share their parameters with."""
         self.leaves = self._root[2]
         """Those of the call as they were; not to be written to."""
-        self.before = self._copier.of
-        """Gives one of the model's modules or tensors as it was; not to be run or written to."""
         self._call = call
-        self._pairs = [
-            (i, original, first)
-            for i, (original, first) in self._copier.pairs.items()
-            if isinstance(original, nn.Module | Tensor)
-        ]
         weights.keep(self._copier.weights)
         make_local(self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
@@ -132,8 +118,7 @@ class ModelCopies:
             change: Gives what it has in place of each parameter, buffer and input.
         """
         copier, first = Copier(self._root[0], change=change), self._copier.of
-        root = copier(self._root)
-        return self._made(root, copier.of, lambda value: copier.of(first(value)))
+        return self._made(copier(self._root), lambda value: copier.of(first(value)))
 
     def fresh_call(self) -> Invocation:
         """Return a new copy of the call alone."""
@@ -141,14 +126,11 @@ class ModelCopies:
 
     def only(self) -> ModelCopy:
         """Return the copy that others would be made of, where there are to be none."""
-        return self._made(self._root, lambda first: first, self._copier.of)
+        return self._made(self._root, self._copier.of)
 
-    def _made(
-        self, root: tuple[Any, ...], of: Callable[[Any], Any], of_original: Callable[[Any], Any]
-    ) -> ModelCopy:
-        model, forward, *call = root
-        pairs = {i: (original, of(first)) for i, original, first in self._pairs}
-        return ModelCopy(pairs, (model, forward, self._called(*call)), self._weights, of_original)
+    def _made(self, root: tuple[Any, ...], of: Callable[[Any], Any]) -> ModelCopy:
+        _, forward, *call = root
+        return ModelCopy(self._model.modules(), forward, self._called(*call), self._weights, of)
 
     def _called(self, leaves: list[Any], given: Any) -> Invocation:
         return dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
@@ -158,3 +140,52 @@ def shared_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that a copy shares with the model: compiled code, and what it calls."""
     roots = [module for module in model.modules() if is_shared(module)]
     return list({id(module): module for root in roots for module in root.modules()}.values())
+
+
+def arguments(
+    call: Invocation, rows: list[int], resize: Callable[[int, Tensor], Tensor] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with other rows of its batch; as they are for none."""
+    if not rows:
+        return call.plain()
+    size, tagged = call.batch.size, call.tagged
+
+    def swap(position: int, leaf: Any) -> Any:
+        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
+            return leaf
+        fold = tagged[position].fold if position in tagged else Fold()
+        if fold == Fold():
+            taken = take(leaf, rows, size)
+        else:
+            taken = fold.together(take(fold.apart(leaf), rows, size))
+        return taken if resize is None or position not in tagged else resize(position, taken)
+
+    return call.rebuild(swap)
+
+
+def take(leaf: Tensor, rows: list[int], size: int) -> Tensor:
+    """Return some rows of a leaf of shape (B, ...), made-up ones included."""
+    if max(rows) >= size:
+        leaf = torch.cat([leaf, *_made_up(leaf[:1])])
+    return leaf[torch.tensor(rows, device=leaf.device)]
+
+
+def _made_up(row: Tensor) -> list[Tensor]:
+    """Return three other samples than this one, of values that a sample may have."""
+    if row.dim() < 2 or not row.numel():  # a label, a length: what is possible cannot be known
+        return [row] * 3
+    rolled = row.roll(1, -1)
+    if row.is_floating_point() or row.is_complex():
+        return [rolled, -row.flip(-1), 3 * row + 0.5]
+    least, most = row.amin().expand_as(row), row.amax().expand_as(row)
+    return [rolled, least, most]
+
+
+def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules without repetition, in order."""
+    return list({id(module): module for module in modules}.values())
+
+
+def trainable(module: nn.Module) -> str | None:
+    """Name one trainable parameter of `module`, if there is one."""
+    return next((name for name, p in module.named_parameters() if p.requires_grad), None)

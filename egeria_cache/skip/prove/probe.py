@@ -1,45 +1,53 @@
-"""Find what crosses the boundary: replay on placeholders until nothing escapes.
+"""What a hit needs, and what the prefix makes use of.
 
-Each escape names its sources, and the next probe is given what was missing: an input leaf is kept,
-the output of a module is cached with the cut, or kept as a constant if it does not depend on the
-samples (rotary embeddings).
+*What crosses the boundary* is found by replays on placeholders, until nothing escapes. Each escape
+names its sources, and the next probe is given what was missing: an input leaf is kept, the output
+of a module is cached with the cut, or kept as a constant if it does not depend on the samples
+(rotary embeddings).
 
-Memory that is shared stays shared: tensors that cross the cut, and are one in a plain run.
+Memory that is shared stays shared: tensors that cross the cut, and are one in a plain run. A module
+may return what it was given, a view of it, or one tensor twice. If what follows reads both, it may
+write to one some day, and see that in the other. Two stored tensors would not show it. So one is
+stored for both, and what shares memory in another way is refused.
 
-A module may return what it was given, a view of it, or one tensor twice. If what follows reads
-both, it may write to one some day, and see that in the other. Two stored tensors would not show it.
-So one is stored for both, and what shares memory in another way is refused.
+*What it makes use of*: tensors, attributes of the modules around it, arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
+from egeria_cache.pystate import is_compiled, is_library, own_dict
+from egeria_cache.skip.model.calls import ForwardSlot
+from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
-from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
+from egeria_cache.skip.prove.purity import check_constants, same_parts
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, another
+from egeria_cache.skip.serve import placeholder
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.placeholder import (
-    Escape,
-    Placeholder,
-    Scene,
-    Source,
-    mark_of,
-    placeholders,
-)
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Source, placeholders
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
-from egeria_cache.skip.serve.trace import bytes_of
+from egeria_cache.skip.serve.trace import PrefixTrace, bytes_of
 from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
 from egeria_cache.skip.state.quiet import quietly_in
+from egeria_cache.skip.state.watch import OF_EVERY_MODULE
+
+_T = TypeVar("_T")
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -218,7 +226,7 @@ class _ProbeRun(ReplayRun):
         values: dict[Slot, Tensor] = {
             slot: traced.leaf(*slot).clone() for slot in plan.slots().values()
         }
-        super().__init__(plan, traced.size, scene_of(plan, copied))
+        super().__init__(plan, traced.size, copied.scene(plan))
         self.begin(values)
         self.given: list[Slot] = []
         """The real tensors that skipped modules are given: step, leaf."""
@@ -227,7 +235,7 @@ class _ProbeRun(ReplayRun):
 
     def _stand_ins(self, index: int) -> list[Any]:
         leaves = super()._stand_ins(index)
-        self.marks[index] = list(map(mark_of, leaves))
+        self.marks[index] = list(map(placeholder.mark_of, leaves))
         return leaves
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,7 +266,201 @@ class _ProbeRun(ReplayRun):
             raise BoundaryError.trainable(self.plan.boundary, parameter)
 
 
-def scene_of(plan: ReplayPlan, copied: ModelCopy) -> Scene:
-    """Begin a run of a copy on placeholders, which meet its modules as well as the model's."""
-    names, around = copied.names(plan.names), copied.ids(plan.ancestors)
-    return Scene(names, around, written=plan.written)
+# ---- what the prefix makes use of ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observed:
+    """What a run of the prefix on the whole batch has read."""
+
+    trace: PrefixTrace | None
+    """Tensors, and random draws; None if the prefix is compiled."""
+    noted: set[tuple[int, str]]
+    """(id of a module that is not skipped, attribute)."""
+    really: set[tuple[int, str]]
+    """The same of the model itself, where a global leads to it and not to the copy that ran."""
+
+
+def observe(traced: TracedBatch) -> Observed:
+    """Run the prefix once more and note what it reads and draws: on a few rows, and on all of the
+    batch where a value decides what runs.
+    """
+    seen = _observed(traced, another(traced.size))
+    is_decided = seen.trace is None or not seen.trace.branches
+    return seen if is_decided else _observed(traced, list(range(traced.size)))
+
+
+def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
+    # A run of its own: some modules choose another way where a dispatch mode is active.
+    copied, trace = traced.copies.fresh(), None
+    if not any(is_compiled(m) for module in traced.modules for m in module.modules()):
+        tensors = ((named, copied.of(named[2])) for named in traced.known)
+        # Those that only active modules have are left.
+        known = [one for one in tensors if not is_lazy(one[1]) and not is_sharded(one[1])]
+        trace = PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
+    noted, really = set[tuple[int, str]](), set[tuple[int, str]]()
+    pairs = [(module, copied.of(module)) for module in traced.not_skipped()]
+    copies = [(id(module), copy, noted) for module, copy in pairs if copy is not module]
+    models = [(id(module), module, really) for module, copy in pairs if copy is not module]
+    with _noting([*copies, *models]):
+        traced.recompute(rows, trace=trace, copied=copied)
+    return Observed(trace, noted | really, really)
+
+
+def note_reads(
+    traced: TracedBatch, plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Module, str]]
+) -> None:
+    """Note what the prefix reads beside tensors: modules behind the boundary of which it reads an
+    attribute, or the mode, and which attributes of those and of the modules around it; not what
+    that code moves itself, a counter, as no activation depends on it: that was shown.
+    """
+    if seen.trace is not None:
+        plan.operators, plan.until = seen.trace.operators, seen.trace.until
+    read = {owner for owner, key in seen.noted if key == "training" or _may_count(key)}
+    around = set(map(id, traced.ancestors))
+    plan.others = [one for one in traced.not_skipped() if id(one) in read - around]
+    own = {id(module): own_dict(module) or {} for module in plan.not_skipped}
+    plan.moving = [pair for pair in moving if id(pair[0]) in own]
+    names = {pair for pair in seen.noted if pair[0] in own}
+    names |= {(owner, key) for owner, name in names if name == "__dict__" for key in own[owner]}
+    names -= {(id(module), key) for module, key in plan.moving}
+    plan.attributes = frozenset(
+        (owner, key)
+        for owner, key in names
+        if _may_count(key) and not isinstance(own[owner].get(key), ForwardSlot)
+    )
+
+
+def _may_count(key: str) -> bool:
+    """Whether an attribute of a module is not one that every module has, or all its children."""
+    return key == "_modules" or (key not in OF_EVERY_MODULE and not hasattr(nn.Module, key))
+
+
+@contextmanager
+def _noting(watched: Iterable[tuple[int, Any, set[tuple[int, str]]]]) -> Iterator[None]:
+    """Note which attributes of some objects are read inside the block."""
+    before: list[tuple[Any, type]] = []
+    try:
+        for owner, one, names in watched:
+            before.append((one, type(one)))
+            object.__setattr__(one, "__class__", _noting_class(type(one), owner, names))
+        yield
+    finally:
+        for one, cls in before:
+            object.__setattr__(one, "__class__", cls)
+
+
+class _Untold:
+    """Comes first behind a class of ours: what the user's own do with a subclass (they register it,
+    say) is not done to it.
+    """
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
+    def note(self: Any, name: str) -> Any:
+        if name != "__dict__" or not is_library(sys._getframe(1).f_globals["__name__"]):
+            names.add((owner, name))
+        return cls.__getattribute__(self, name)
+
+    kind, own = type(cls), {"__getattribute__": note, "__module__": cls.__module__}
+    meta = type(kind.__name__, (kind,), {"mro": lambda made: [made, _Untold, *cls.__mro__]})
+    return type.__new__(meta, cls.__name__, (cls,), own)
+
+
+def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
+    """Return the positions of arguments that nothing before the boundary reads.
+
+    Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
+    what is passed on to every layer and read by none. Another value that changes nothing would not
+    do: `if epoch > 10`.
+    """
+    found = [
+        i
+        for i, leaf in enumerate(traced.call.leaves)
+        if type(leaf) in (int, float, str)
+        or (isinstance(leaf, Tensor) and i not in traced.call.tagged)
+    ]
+
+    def hide(copied: ModelCopy, scene: placeholder.Scene, position: int) -> None:
+        leaves = copied.call.leaves
+        leaf = leaves[position]
+        if isinstance(leaf, Tensor):
+            longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
+            source = frozenset({Source("argument", "", position)})
+            leaves[position] = Placeholder.of(longer, source, scene)
+        else:
+            leaves[position] = _unreadable(type(leaf))
+
+    return frozenset(_unused(traced, plan, found, hide, list(range(traced.size))))
+
+
+def free_attributes(traced: TracedBatch, plan: ReplayPlan) -> frozenset[tuple[int, str]]:
+    """Return which numbers of modules that are not skipped (an epoch, a schedule of the head's) are
+    read before the boundary returns, and nothing that it computes makes use of them.
+    """
+    named = [(module, key) for _, module, keys in plan.around() for key in keys]
+    found = [pair for pair in named if type(vars(pair[0]).get(pair[1])) in (int, float)]
+
+    def hide(copied: ModelCopy, _: placeholder.Scene, pair: tuple[nn.Module, str]) -> None:
+        module, key = pair
+        setattr(copied.of(module), key, _unreadable(type(vars(module)[key])))
+
+    for rows in ([0, traced.size - 1], list(range(traced.size))):
+        found = _unused(traced, plan, found, hide, rows)
+    return frozenset((id(module), key) for module, key in found)
+
+
+def _unused(
+    traced: TracedBatch,
+    plan: ReplayPlan,
+    candidates: list[_T],
+    hide: Callable[[ModelCopy, placeholder.Scene, _T], None],
+    rows: list[int],
+) -> list[_T]:
+    """Return what the prefix computes the same without on these rows: where none of the candidates
+    can be read on a copy, or else one of them.
+    """
+    if not candidates:
+        return []
+    known = traced.recompute(rows)
+
+    def is_same(hidden: list[_T]) -> bool:
+        copied = traced.copies.fresh()
+        scene = copied.scene(plan)
+        for one in hidden:
+            hide(copied, scene, one)
+        with Attempt() as tried:
+            other = traced.recompute(rows, copied=copied)
+            alike = not placeholders(other.leaves) and same_parts(plan, known, other)
+            check_constants([other], plan)
+        scene.finished = True
+        return tried.error is None and alike
+
+    if is_same(candidates):
+        return candidates
+    return [one for one in candidates if len(candidates) > 1 and is_same([one])]
+
+
+def _unreadable(kind: type) -> Any:
+    """Return what passes for a value of this kind, and has none: whatever asks for it fails."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LookupError("it is read")
+
+    def goes_on(self: Any, *others: Any) -> Any:
+        return self if all(isinstance(one, int | float) for one in others) else refuse()
+
+    asked = {name: refuse for name in dir(kind) if name not in placeholder.OF_EVERY_OBJECT}
+    asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
+    return type(
+        "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}
+    )()
+
+
+_ARITHMETIC = {
+    f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")
+}
+"""What only makes another number of numbers."""

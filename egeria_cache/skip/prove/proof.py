@@ -17,25 +17,12 @@ from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import Moved, RandomState
 from egeria_cache.skip.model.frozen import Named
-from egeria_cache.skip.prove.independence import (
-    check_constants,
-    check_rows,
-    check_trained,
-    same_parts,
-)
-from egeria_cache.skip.prove.inputs_read import free_arguments, free_attributes, note_reads, observe
+from egeria_cache.skip.prove import probe, purity
 from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
-from egeria_cache.skip.prove.model_copy import ModelCopy
-from egeria_cache.skip.prove.probe import Prober, scene_of
-from egeria_cache.skip.prove.purity import Repeats, held_in, is_left_otherwise, moved
-from egeria_cache.skip.prove.traced_batch import (
-    Recomputed,
-    TracedBatch,
-    few_rows,
-    recompute,
-    trainable,
-    with_made_up,
-)
+from egeria_cache.skip.prove.model_copy import ModelCopy, trainable
+from egeria_cache.skip.prove.probe import Prober
+from egeria_cache.skip.prove.purity import AHEAD, Repeats, is_left_otherwise, same_parts
+from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, moved
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
@@ -47,9 +34,6 @@ from egeria_cache.skip.state.hooks import has_user_hooks_inside
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
-_AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
-"""Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
-n-th call, or in turns of n, or from the n-th on."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -60,20 +44,21 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     Raises:
         BoundaryError: The model cannot be cut there, and why.
     """
-    for module in traced.prefix_modules():
+    inside = (module for step in traced.modules for module in step.modules())
+    for module in (*inside, *traced.ancestors):
         if isinstance(module, torch.jit.ScriptModule):
             name = traced.names[id(module)]
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
     traced.called.call = traced.copies.fresh_call()
-    followed = recompute(traced, copied=traced.called, goes_on=True)
-    seen = observe(traced)
+    followed = traced.recompute(copied=traced.called, goes_on=True)
+    seen = probe.observe(traced)
     repeats, trace = Repeats(traced), seen.trace
     traced.coarsest = coarseness(() if trace is None else trace.dtypes)
     few = list(_few_rows(traced, trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
-        parts += [recompute(traced, [traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
+        parts += [traced.recompute([traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
     plan = _draft(traced, parts)
     for position in _written_inputs(traced):  # so that a hit writes to them as well
         plan.kept.add(position)
@@ -83,25 +68,24 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     if not plan.slots():
         raise _crosses_nothing(traced, plan)
     repeated = few[-1]
-    other_mode = recompute(traced, repeated.rows, grad=not traced.grad)
-    check_trained(traced, plan, repeats.last if traced.grad else other_mode)
-    _check_repeats(traced, repeats, plan)
+    other_mode = traced.recompute(repeated.rows, grad=not traced.grad)
+    purity.check_trained(traced, plan, repeats.last if traced.grad else other_mode, trace)
+    repeats.check(plan)
     if not same_parts(plan, repeats.first, followed):
         how = f"a call leaves behind what decides the next: {repeats.left(seen.noted)}"
         raise BoundaryError.impure(plan.boundary, how)
     parts += _with_made_up(traced, plan)
-    check_rows(traced, parts, plan, trace)
-    check_constants(parts, plan)
+    purity.check_rows(traced, parts, plan, trace)
+    purity.check_constants(parts, plan)
     plan.own = dict(_own_constants(traced, repeats, plan))
     plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
-    _check_trained(traced, plan, trace)
     plan.reads = _reads(traced, plan, trace)
     plan.draws = any(part.drew for part in parts)
     _check_draws(plan, trace)
-    note_reads(plan, seen, repeats.moving)
+    probe.note_reads(traced, plan, seen, repeats.moving)
     if trace is not None and not trace.branches:  # where a value decides, others might read them
-        plan.attributes -= free_attributes(traced, plan) - seen.really
-    plan.free = free_arguments(traced, plan)
+        plan.attributes -= probe.free_attributes(traced, plan) - seen.really
+    plan.free = probe.free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
     _check_company(traced, plan)
@@ -140,28 +124,31 @@ def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
 
 
 def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomputed]:
-    """Run the prefix on few rows of the batch; a repeated one is the last."""
-    size, parts = traced.size, few_rows(traced.size)
+    """Run the prefix on single rows of the batch; a repeated one is the last."""
+    size, middle = traced.size, traced.size // 2
+    rows = [0, size - 1, middle]
     if trace is not None and trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
-        singles = [[row] for row in range(min(size, _MAX_ALONE)) if size > 1]
-        parts = [*(row for row in singles if row not in parts), *parts]
-    for part in parts:
+        rows = [*rows, *range(min(size, _MAX_ALONE))]
+    for part in (*([row] for row in dict.fromkeys(rows) if size > 1), [middle] * 2):
         with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
-            found = recompute(traced, part)
+            found = traced.recompute(part)
         if alone.error is not None:
             if len(part) > 1:
                 raise alone.error
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
-            found = recompute(traced, [*part, (part[0] + 1) % size])
+            found = traced.recompute([*part, (part[0] + 1) % size])
         yield found
 
 
 def _with_made_up(traced: TracedBatch, plan: ReplayPlan) -> Iterator[Recomputed]:
-    """Run it on made-up samples too, as far as the model takes them for samples."""
-    for rows in with_made_up(traced.size):
+    """Run it on made-up samples too, in company and alone, as far as the model takes them for
+    samples.
+    """
+    a, b, c = range(traced.size, traced.size + 3)
+    for rows in ([a, 0], [0, b], [b], [0, c, 0], [c]):
         with Attempt() as tried:
-            part = recompute(traced, rows)
+            part = traced.recompute(rows)
         if tried.error is not None:
             continue
         if all(
@@ -256,44 +243,6 @@ def _own_constants(
             yield (i, j), tensor.detach().as_strided(*place)
 
 
-def _check_trained(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> None:
-    """Raise if what is trained is read where autograd does not follow, by what is skipped or by
-    what runs before it: what that gives (under `no_grad`, in a checkpointed region) may lead there.
-    """
-    last = max((i for i, step in enumerate(plan.steps) if not step.run), default=-1)
-    unfollowed = {} if trace is None else trace.undifferentiated
-    for name, _, tensor in traced.known:
-        if min(unfollowed.get(id(tensor), ()), default=last + 1) <= last:
-            raise BoundaryError.trainable(plan.boundary, name)
-
-
-def _check_repeats(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
-    """Run twice on the same rows, what is cached must be the same, and nothing may move."""
-    repeats.check(plan)
-    if not same_parts(plan, repeats.first, repeats.again):
-        how = "it gives other results when it is called again" + repeats.reason()
-        raise BoundaryError.impure(plan.boundary, how)
-    _check_counters(traced, repeats, plan)
-
-
-def _check_counters(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> None:
-    """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
-    if not repeats.counted:
-        return
-    few = repeats.first.rows[:2]
-
-    def later(ahead: int) -> Recomputed:
-        for one in repeats.counted:
-            one.put_ahead(ahead)
-        return recompute(traced, few, copied=repeats.copied)
-
-    now = later(0)
-    if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
-        name = f"the attribute {repeats.counted[0].path.lstrip('.')!r}"
-        raise BoundaryError.decides_later(plan.boundary, name)
-    repeats.kept.put_back()
-
-
 def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> dict[Any, Any]:
     """Put ahead what the model counts outside of itself: what no activation depends on is not
     watched. What the prefix counts would stand still on hits.
@@ -305,10 +254,10 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
     copied, few = traced.copies.fresh(), [0, traced.size - 1]
 
     def later(ahead: int | None = None) -> Recomputed:
-        return recompute(traced, few, copied=copied, ahead=ahead)
+        return traced.recompute(few, copied=copied, ahead=ahead)
 
     def moved() -> dict[Any, Moved]:
-        return traced.before.outside.moved_whole(copied.copy_of)
+        return traced.before.outside.moved_whole(copied.of)
 
     now, first = later(), moved()
     ahead, again = [later(0)], moved()
@@ -322,7 +271,7 @@ def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> d
     traced.counted = [
         one for one in known if one.replayed and (one.mark in past or one.mark not in first)
     ]
-    ahead += map(later, _AHEAD if traced.counted else ())
+    ahead += map(later, AHEAD if traced.counted else ())
     if not all(same_parts(plan, now, one) for one in ahead):
         raise BoundaryError.decides_later(plan.boundary, known[0].name)
     return {one.mark: one.where for one in traced.counted}
@@ -388,7 +337,7 @@ def _replayed(
     contents = [tensor.clone() for tensor in given]
     plan.copies = False
     copied = traced.copies.fresh()
-    run = ReplayRun(plan, traced.size, scene_of(plan, copied))
+    run = ReplayRun(plan, traced.size, copied.scene(plan))
     run.begin(values)
     args, kwargs = prober.inputs(run, copied)
     traced.before.restore(for_a_copy=True)
@@ -396,12 +345,12 @@ def _replayed(
         leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
     if layout != traced.result[1]:
         raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
-    counted = traced.before.outside.moved_whole(copied.copy_of)
+    counted = traced.before.outside.moved_whole(copied.of)
     for one in traced.counted:
         one.replayed = counted.get(one.mark)
     after = RandomState.now()
     run.scene.finished = True
-    held, left = held_in(traced, copied), traced.left.items()
+    held, left = traced.held_by(copied), traced.left.items()
     traced.left = {k: pair for k, pair in left if is_left_otherwise(*pair, held.get(k))}
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     for step, kept in zip(plan.steps, constants, strict=True):

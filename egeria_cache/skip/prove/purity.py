@@ -1,28 +1,237 @@
-"""Whether the prefix only computes: run again on the same copy, nothing of it may move.
+"""Whether the prefix only computes, and each sample by itself.
 
-What settles after the first run (a memo, a mask kept for its shape) is harmless: skipping it skips
-nothing. What moves with every run (a counter, a moving average, a private generator, a growing
-list) would stand still on hits, and what is left behind by a run would be that of another batch.
+*By itself*: what is cached of a sample is the same in any company: compared row by row. What the
+model's own digits leave open is decided in float64, where rounding cannot be taken for a
+dependence, or hide one.
+
+*Only computes*: run again on the same copy, nothing of it may move. What settles after the first
+run (a memo, a mask kept for its shape) is harmless: skipping it skips nothing. What moves with
+every run (a counter, a moving average, a private generator, a growing list) would stand still on
+hits, and what is left behind by a run would be that of another batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, Names, Place, Snapshot, describe
-from egeria_cache.skip.prove.model_copy import ModelCopy
-from egeria_cache.skip.prove.traced_batch import TracedBatch, recompute, rest
+from egeria_cache.skip.prove.traced_batch import Held, Recomputed, TracedBatch, moved, rest
+from egeria_cache.skip.serve.call import PLAIN
+from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
+from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.plan import Left, ReplayPlan
-from egeria_cache.skip.state.watch import OF_EVERY_MODULE
+from egeria_cache.skip.serve.trace import PrefixTrace
 
-_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
-Held = dict[Any, Content]
-"""What modules hold, by (module, attribute), and words outside of the model, by place."""
+_COARSE = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    """Return what stands for a tensor of the model, or of its inputs."""
+    if not tensor.is_floating_point():
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().double(), tensor.requires_grad)
+    return tensor.double()
+
+
+class _Float64(TorchFunctionMode):
+    """Reads every request for fewer digits as one for float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _CASTS:
+            func = Tensor.double
+            args, kwargs = args[:1], {}
+        args = [_wider(arg) for arg in args]
+        result = func(*args, **{key: _wider(arg) for key, arg in (kwargs or {}).items()})
+        if isinstance(result, Tensor) and result.dtype in _COARSE:
+            raise ArithmeticError("computed in fewer digits all the same")
+        return result
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _COARSE else value
+
+
+_PRECISE = 1e-6
+"""Largest difference of a slice in float64 that may be rounding."""
+_MAX_ODD, _COMPANY, _PAIR = 3, 6, 2
+"""Rows that float64 decides about, that it runs together, and of a suspect that is run again."""
+_WHOLE, _WHOLE_S = 16, 0.1
+"""Rows, or seconds, of a batch that is run whole again."""
+
+
+def check_trained(
+    traced: TracedBatch, plan: ReplayPlan, part: Recomputed, trace: PrefixTrace | None
+) -> None:
+    """Raise if autograd says that what is cached was computed with something trained; or if that is
+    read where autograd does not follow, by what is skipped or by what runs before it: what that
+    gives (under `no_grad`, in a checkpointed region) may lead there.
+
+    Raises:
+        BoundaryError: And with what.
+    """
+    for i, j in plan.slots().values():
+        leaf = part.leaves[i][j]
+        parameter = traced.trained_by(leaf) if leaf.requires_grad else None
+        if parameter is not None:
+            raise BoundaryError.trainable(plan.boundary, parameter)
+    last = max((i for i, step in enumerate(plan.steps) if not step.run), default=-1)
+    unfollowed = {} if trace is None else trace.undifferentiated
+    for name, _, tensor in traced.known:
+        if min(unfollowed.get(id(tensor), ()), default=last + 1) <= last:
+            raise BoundaryError.trainable(plan.boundary, name)
+
+
+def check_rows(
+    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, trace: PrefixTrace | None
+) -> None:
+    """Compare what is cached with the same samples in other company.
+
+    Raises:
+        BoundaryError: Something depends on its neighbours; names the first module that shows it.
+    """
+    suspects: dict[int, tuple[Recomputed, int]] = {}
+    for slot in plan.slots().values():
+        spec, value = plan.tensor_spec(slot), traced.leaf(*slot)
+        for part, rows, a, b in _in_company(traced, spec, slot, parts):
+            error = difference(a, b)
+            if error > tolerance(value, plan.coarsest):
+                if trace is not None and trace.draws:
+                    why = trace.describe_draws(next(iter(trace.draws)))
+                    raise BoundaryError.impure(plan.boundary, why)
+                raise _blame(traced, parts, plan, error)
+            strict = tolerance(value, as_stored=True)
+            is_odd = error > strict or slice_difference(a, b) > strict
+            if is_odd and id(part) not in suspects:
+                pairs = zip(a.split(1), b.split(1), strict=True)
+                errors = [slice_difference(*pair) for pair in pairs]
+                suspects[id(part)] = part, rows[errors.index(max(errors))]
+    if suspects:
+        _check_precisely(traced, [*suspects.values()][:_MAX_ODD], plan)
+
+
+def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
+    """Raise if what a skipped module always gives is not always the same.
+
+    Raises:
+        BoundaryError: And which module that is.
+    """
+    for i, step in enumerate(plan.steps):
+        for part in parts:
+            for j, (known, other) in enumerate(zip(step.leaves, part.leaves[i], strict=True)):
+                value = step.constants.get(j)
+                if value is not None:
+                    error = difference(value, other)
+                    if error > tolerance(value, plan.coarsest):
+                        raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
+                elif isinstance(known, PLAIN) and (
+                    type(other) is not type(known) or known != other
+                ):
+                    raise BoundaryError.impure(
+                        plan.boundary,
+                        f"{step.name!r} returns {known!r} for one batch and {other!r} for another",
+                    )
+
+
+def same_parts(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> bool:
+    """Whether what is cached is the same in two runs on the same rows."""
+    pairs = ((a.leaves[i][j], b.leaves[i][j]) for i, j in plan.slots().values())
+    return all(difference(x, y) <= tolerance(x, plan.coarsest) for x, y in pairs)
+
+
+_Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
+"""(part, rows that were seen before, as they were first seen, the same in this part)"""
+
+
+def _in_company(traced: TracedBatch, spec: Any, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
+    """Compare a leaf with the batch's; of a tensor that is no sample's all of it."""
+    if not isinstance(spec, TensorSpec):
+        return
+    value = traced.leaf(*slot)
+    if spec.batch_dim is not None:
+        yield from _pairs(dict(enumerate(spec.to_rows(value))), spec, slot, parts)
+        return
+    for part in parts:
+        yield part, [], value, part.leaves[slot[0]][slot[1]]
+
+
+def _pairs(
+    known: dict[int, Tensor], spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
+) -> _Pairs:
+    """Compare a leaf's rows with what they were in the parts before, or in the batch."""
+    for part in parts:
+        rows = spec.to_rows(part.leaves[slot[0]][slot[1]])
+        seen = [k for k, row in enumerate(part.rows) if row in known]
+        if seen:
+            again = [part.rows[k] for k in seen]
+            yield part, again, torch.stack([known[row] for row in again]), rows[seen]
+        for k, row in enumerate(part.rows):
+            known.setdefault(row, rows[k])
+
+
+def _check_precisely(
+    traced: TracedBatch, suspects: Sequence[tuple[Recomputed, int]], plan: ReplayPlan
+) -> None:
+    """Decide in float64 about differences that may be rounding, or are large only in a channel.
+
+    The oddest row of each suspect is run in other company, by itself, and in the suspect's; so is
+    the batch. It takes six times as long as before: where that is long, no more than a few rows.
+    """
+    odd, again = [row for _, row in suspects], [part.rows for part, _ in suspects]
+    others = sorted({row for rows in again for row in rows}, reverse=True)
+    company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
+    whole = [list(range(traced.size))]
+    if traced.size > _WHOLE and traced.seconds[-1] > _WHOLE_S:
+        whole, again = [], [rows for rows in again if len(rows) <= _PAIR]
+    apart = [[row, row] for row in dict.fromkeys(odd) if [row] not in again]
+    copied, parts = traced.copies.fresh(_doubled), (company[::-1], *apart, *whole, *again)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Attempt() as tried, _Float64():
+            runs = [traced.recompute(rows, copied=copied) for rows in parts]
+    finally:
+        torch.set_default_dtype(before)
+    if tried.error is not None:
+        return  # it cannot run so: the tolerance for the whole tensor has decided
+    for i, j in plan.slots().values():
+        for _, _, a, b in _pairs({}, plan.tensor_spec((i, j)), (i, j), runs):
+            if (error := slice_difference(a, b)) > _PRECISE:
+                raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
+
+
+def _blame(
+    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, error: float
+) -> BoundaryError:
+    """Name the first module whose output shows the difference."""
+    for i, step in enumerate(plan.steps):
+        for j, spec in enumerate(step.leaves):
+            for _, _, a, b in _in_company(traced, spec, (i, j), parts):
+                if (here := difference(a, b)) > tolerance(traced.leaf(i, j), plan.coarsest):
+                    return BoundaryError.mixes_samples(plan.boundary, step.name, here)
+    return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)
+
+
+# ---- again on the same copy ----------------------------------------------------------------------
+
+AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
+"""Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
+n-th call, or in turns of n, or from the n-th on."""
 
 
 class Repeats:
@@ -31,22 +240,22 @@ class Repeats:
     def __init__(self, traced: TracedBatch) -> None:
         self._traced = traced
         copied = self.copied = traced.copies.fresh()
-        before = held_in(traced, copied)
-        self.first = recompute(traced, copied=copied)
-        settled = held_in(traced, copied)
+        before = traced.held_by(copied)
+        self.first = traced.recompute(copied=copied)
+        settled = traced.held_by(copied)
         own = ((vars(copied.of(mark[0])), mark[1]) for mark in moved(before, settled)
                if copied.of(mark[0]) is not mark[0])  # fmt: skip
-        self.kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
-        once, world = self.kept.now(), traced.before.outside
-        outside = world.now(copied.copy_of), world.now(), dict(copied.context)
-        self.again = recompute(traced, self.first.rows, copied=copied, goes_on=True)
-        self.counted = list(self.kept.moved(once, self.kept.now()))
+        self._kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
+        once, world = self._kept.now(), traced.before.outside
+        outside = world.now(copied.of), world.now(), dict(copied.context)
+        self.again = traced.recompute(self.first.rows, copied=copied, goes_on=True)
+        self._counted = list(self._kept.moved(once, self._kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
         self._outside = list(self._moved_outside(*outside))
-        again = held_in(traced, copied)
+        again = traced.held_by(copied)
         self._counting = moved(settled, again)
-        self.last = recompute(traced, rest(traced.size), copied=copied, keeps_given=True)
-        later = held_in(traced, copied)
+        self.last = traced.recompute(rest(traced.size), copied=copied)
+        later = traced.held_by(copied)
         self._of_others = moved(again, later)
         """Whether other rows leave other tensors there, and not new ones."""
         self.moving = list(dict.fromkeys((*self._counting, *self._of_others)))
@@ -54,7 +263,8 @@ class Repeats:
         traced.common = copied
 
     def check(self, plan: ReplayPlan) -> None:
-        """Raise if what a hit skips would have moved something of what is skipped.
+        """Run twice on the same rows, what is cached must be the same, and nothing of what is
+        skipped may move: a hit would leave it as it is.
 
         Raises:
             BoundaryError: And what that is.
@@ -64,6 +274,28 @@ class Repeats:
         for mark, has_arrays in self._counting.items():
             if id(mark[0]) in skipped or (id(mark[0]) in around and has_arrays):
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
+        if not same_parts(plan, self.first, self.again):
+            names = map(self._name, self._counting)
+            reason = next((f" ({name!r} moves with every call)" for name in names), "")
+            how = f"it gives other results when it is called again{reason}"
+            raise BoundaryError.impure(plan.boundary, how)
+        self._check_counters(plan)
+
+    def _check_counters(self, plan: ReplayPlan) -> None:
+        """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
+        if not self._counted:
+            return
+
+        def later(ahead: int) -> Recomputed:
+            for one in self._counted:
+                one.put_ahead(ahead)
+            return self._traced.recompute(self.first.rows[:2], copied=self.copied)
+
+        now = later(0)
+        if not all(same_parts(plan, now, later(ahead)) for ahead in AHEAD):
+            name = f"the attribute {self._counted[0].path.lstrip('.')!r}"
+            raise BoundaryError.decides_later(plan.boundary, name)
+        self._kept.put_back()
 
     def check_left(self, plan: ReplayPlan) -> list[Left]:
         """Return what a plain call leaves elsewhere, a hit does not, and is the same after all.
@@ -74,8 +306,12 @@ class Repeats:
         found, outside = list[Left](), self._traced.before.outside.places
         skipped, left = {id(module) for _, module in plan.skipped_modules()}, self._traced.left
         anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
-        if not left.keys().isdisjoint(self._of_others):
-            anew |= self._told_of_a_batch()
+        if not left.keys().isdisjoint(self._of_others):  # do other rows, as many, leave another?
+            held, num = list[Held](), min(len(self.first.rows), len(self.last.rows))
+            for rows in (self.first.rows[:num], self.last.rows[:num]):
+                self._traced.recompute(rows, copied=self.copied)
+                held.append(self._traced.held_by(self.copied))
+            anew |= moved(*held).keys()
         for mark, (_, now) in left.items():
             if mark in anew:
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
@@ -83,14 +319,6 @@ class Repeats:
             if id(where) not in skipped and not now.arrays:
                 found.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         return found
-
-    def _told_of_a_batch(self) -> Set[Any]:
-        """Return where other rows, of the same number, leave something else."""
-        held, num = list[Held](), min(len(self.first.rows), len(self.last.rows))
-        for rows in (self.first.rows[:num], self.last.rows[:num]):
-            recompute(self._traced, rows, copied=self.copied)
-            held.append(held_in(self._traced, self.copied))
-        return moved(*held).keys()
 
     def check_outside(self) -> None:
         """Nothing outside of the model may move with each run of the prefix, if it is no count."""
@@ -104,7 +332,7 @@ class Repeats:
         self, once: list[Any], really: list[Any], context: Mapping[Any, Any]
     ) -> Iterator[tuple[Any, str]]:
         """Yield where something has moved since, of the copy's or really, and its name."""
-        world, of = self._traced.before.outside, self.copied.copy_of
+        world, of = self._traced.before.outside, self.copied.of
         for variable, value in self.copied.context.items():
             then = context.get(variable)
             if value is not then and describe(value) != describe(then):
@@ -116,11 +344,6 @@ class Repeats:
             if of(one.where) is not one.where:  # the model itself, which a global names
                 yield one, one.name
 
-    def reason(self) -> str:
-        """Name what moved between two runs on the same rows, where their results differ."""
-        names = map(self._name, self._counting)
-        return next((f" ({name!r} moves with every call)" for name in names), "")
-
     def left(self, noted: Container[tuple[int, str]]) -> str:
         """Name what the whole first call has left: what is `noted` as read, if any of it is."""
         own = [mark for mark in self._traced.left if isinstance(mark[0], nn.Module)]
@@ -131,24 +354,6 @@ class Repeats:
     def _name(self, mark: Any) -> str:
         name = self._traced.names.get(id(mark[0]), "")
         return f"{name}.{mark[1]}" if name else str(mark[1])
-
-
-def held_in(traced: TracedBatch, copied: ModelCopy) -> Held:
-    """Return what a copy of the model holds now, and what words it has left outside."""
-    own = {
-        (module, key): Content(part, into_foreign=False)
-        for module in traced.model.modules()
-        for key, part in _state(copied.of(module))
-    }
-    world = traced.before.outside
-    words = {
-        (i, name): Content(part)
-        for i, place in enumerate(world.places)
-        if place.has_names and id(place.where) not in world.apart
-        for name, part in place.read(copied.copy_of(place.where)).items()
-        if type(part) in (bool, str)
-    }
-    return own | words
 
 
 def is_left_otherwise(then: Content | None, now: Content, replayed: Content | None) -> bool:
@@ -164,28 +369,6 @@ def _is_less(a: bytes, b: bytes) -> bool:
     return kind == other_kind == b"int" and int(number) < int(other)
 
 
-def moved(before: Held, after: Held) -> dict[Any, bool]:
-    """Return where something is another, and whether tensors or arrays that were there are."""
-    found = {}
-    for mark, held in after.items():
-        then = before[mark].texts if mark in before else {}
-        paths = {
-            path
-            for path in then.keys() | held.texts.keys()
-            if held.texts.get(path) != then.get(path)
-        }
-        if paths:
-            found[mark] = not held.arrays.isdisjoint(paths & then.keys() if then else paths)
-    return found
-
-
 def _look(where: nn.Module | Place, key: Any) -> dict[str, bytes]:
     held = vars(where) if isinstance(where, nn.Module) else where.read(where.where)
     return Content(held.get(key), into_foreign=False).texts
-
-
-def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    own = {key: value for key, value in module.__dict__.items() if key not in _NOT_STATE}
-    for key, value in {**own.pop("_buffers", {}), **own}.items():
-        if key == "training" or key not in OF_EVERY_MODULE or (isinstance(value, dict) and value):
-            yield key, value

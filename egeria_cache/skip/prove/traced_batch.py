@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, TracebackType
+from dataclasses import dataclass
+from traceback import walk_stack
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.batch import Fold
+from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Moved, RandomState, entries
+from egeria_cache.pystate import Content, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
-from egeria_cache.skip.model.frozen import Named
-from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy
-from egeria_cache.skip.serve.call import Invocation, Layout
+from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, arguments, distinct
+from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.replay import PrefixDone
-from egeria_cache.skip.serve.trace import PrefixTrace, leaves_behind
-from egeria_cache.skip.state.surroundings import Surroundings, World
+from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_behind
+from egeria_cache.skip.state.surroundings import Surroundings
+from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
 _FEW = 5
 """Rows of a run that shows what does not depend on their number."""
@@ -54,97 +56,186 @@ def rest(size: int) -> list[int]:
     return list(range(size)) if size <= 3 else list(range(size - len(another(size))))[::-1]
 
 
-def few_rows(size: int) -> list[list[int]]:
-    """Return single rows, and last of all a repeated one."""
-    rows = dict.fromkeys([0, size - 1, size // 2])
-    return [*([row] for row in rows if size > 1), [size // 2] * 2]
+_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
+Held = dict[Any, Content]
+"""What modules hold, by (module, attribute), and words outside of the model, by place."""
 
 
-def with_made_up(size: int) -> list[list[int]]:
-    """Return parts that hold made-up samples, in company and alone."""
-    a, b, c = size, size + 1, size + 2
-    return [[a, 0], [0, b], [b], [0, c, 0], [c]]
+def moved(before: Held, after: Held) -> dict[Any, bool]:
+    """Return where something is another, and whether tensors or arrays that were there are."""
+    found = {}
+    for mark, held in after.items():
+        then = before[mark].texts if mark in before else {}
+        paths = {
+            path
+            for path in then.keys() | held.texts.keys()
+            if held.texts.get(path) != then.get(path)
+        }
+        if paths:
+            found[mark] = not held.arrays.isdisjoint(paths & then.keys() if then else paths)
+    return found
 
 
-def take(leaf: Tensor, rows: list[int], size: int) -> Tensor:
-    """Return some rows of a leaf of shape (B, ...), made-up ones included."""
-    if max(rows) >= size:
-        leaf = torch.cat([leaf, *_made_up(leaf[:1])])
-    return leaf[torch.tensor(rows, device=leaf.device)]
-
-
-def _made_up(row: Tensor) -> list[Tensor]:
-    """Return three other samples than this one, of values that a sample may have."""
-    if row.dim() < 2 or not row.numel():  # a label, a length: what is possible cannot be known
-        return [row] * 3
-    rolled = row.roll(1, -1)
-    if row.is_floating_point() or row.is_complex():
-        return [rolled, -row.flip(-1), 3 * row + 0.5]
-    least, most = row.amin().expand_as(row), row.amax().expand_as(row)
-    return [rolled, least, most]
+def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    own = {key: value for key, value in module.__dict__.items() if key not in _NOT_STATE}
+    for key, value in {**own.pop("_buffers", {}), **own}.items():
+        if key == "training" or key not in OF_EVERY_MODULE or (isinstance(value, dict) and value):
+            yield key, value
 
 
 @dataclass(slots=True)
+class Recomputed:
+    """The prefix on other rows."""
+
+    rows: list[int]
+    """Which rows of the batch, in which order."""
+    leaves: list[list[Any]]
+    """Per step, the leaves of its output."""
+    drew: bool
+    """Whether it has drawn from a global random generator."""
+    given: list[list[Any]]
+    """Per step, the leaves of what it was called with."""
+
+
 class TracedBatch:
-    """The plain run of the first batch, and the means to run the model again."""
+    """The plain run of the first batch, and the means to run the model again.
 
-    model: nn.Module
-    boundary: str
-    call: Invocation
-    names: dict[int, str]
-    steps: list[CallRecord]
-    """The modules that returned before the boundary did, and the boundary, in order."""
-    ancestors: list[nn.Module]
-    copies: ModelCopies
-    """Copies of the model and its inputs as they were before the plain run."""
-    before: World
-    """What the copies share with the model, at that time."""
-    surroundings: Surroundings
-    known: list[Named]
-    """The model's tensors."""
-    grad: bool
-    """Whether autograd recorded in the plain run."""
-    outputs: list[Any] = field(init=False)
-    """Per step, as it stood when the boundary returned."""
-    seconds: list[float] = field(init=False)
-    """Per step, from the model's start until it returned."""
-    result: tuple[list[Any], Layout] = field(init=False)
-    """All that the call has brought, taken apart."""
-    given: list[Any] = field(init=False)
-    """The leaves of the call, as the plain run has left them."""
-    moved: dict[int, str] = field(init=False)
-    """Id -> name of the parameters that the plain run has written to."""
-    held: dict[Any, Any] = field(init=False)
-    """What the model held before the plain run: see `held_in`."""
-    left: dict[Any, tuple[Any, Any]] = field(init=False)
-    """What it has left in modules that hits run, or outside, and hits leave otherwise: before and
-    after it."""
-    counted: list[Moved] = field(init=False)
-    """What it has written outside of the model, as far as that can be put ahead."""
-    called: ModelCopy = field(init=False)
-    """The copy that it was."""
-    after: World = field(init=False)
-    coarsest: float = 0.0
-    """The `coarseness` of all that the prefix computes with."""
-    num_runs: int = 0
-    """How often the prefix was run again; each run draws other random numbers."""
-    common: ModelCopy | None = None
-    """The copy that runs share which differ in their rows alone, as batches share a model."""
+    Args:
+        model: The model.
+        boundary: Qualified name of the last module of the prefix.
+        call: The batch.
+        found: The calls that returned before the boundary did, and that one, in order; and the
+            modules around it.
+        copies: Of the model and its inputs as they are before the plain run.
+        surroundings: What the copies share with the model.
+    """
 
-    @property
-    def size(self) -> int:
-        """Rows of the batch."""
-        return self.call.batch.size
+    def __init__(
+        self,
+        model: nn.Module,
+        boundary: str,
+        call: Invocation,
+        found: tuple[list[CallRecord], list[nn.Module]],
+        copies: ModelCopies,
+        surroundings: Surroundings,
+    ) -> None:
+        self.model, self.boundary, self.call, self.size = model, boundary, call, call.batch.size
+        self.steps, self.ancestors = found
+        self.copies, self.surroundings = copies, surroundings
+        self.before = surroundings.now()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.known = known_tensors(model)
+        self.grad = torch.is_grad_enabled()
+        """Whether autograd records in the plain run."""
+        self.modules = distinct(step.module for step in self.steps)
+        self.coarsest = 0.0
+        """The `coarseness` of all that the prefix computes with."""
+        self._num_runs = 0
+        """How often the prefix was run again; each run draws other random numbers."""
+        self.common: ModelCopy | None = None
+        """The copy that runs share which differ in their rows alone, as batches share a model."""
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The distinct modules of the steps."""
-        return distinct(step.module for step in self.steps)
+    def run_plainly(self) -> None:
+        """Run the whole model on a copy.
 
-    def prefix_modules(self) -> list[nn.Module]:
-        """Return all modules of the prefix, at any depth, and those around it."""
-        inside = (module for step in self.modules for module in step.modules())
-        return distinct([*inside, *self.ancestors])
+        Raises:
+            BoundaryError: What is checkpointed would run again in backward; or the prefix went
+                astray.
+        """
+        copied = self.called = self.copies.fresh()
+        args, kwargs = copied.call.plain()
+        self.before.restore(for_a_copy=True)
+        run, self.held = PrefixRun(self, stops=False), self.held_by(copied)
+        with copied.intercept(self.modules, run):
+            self.result = copied.call.result(copied.forward(*args, **kwargs))
+        """All that the call has brought, taken apart."""
+        self.outputs, self.seconds = run.outputs, run.seconds
+        """Per step: as it stood when the boundary returned; and from the model's start on."""
+        self.given, self.moved = copied.call.leaves, copied.moved
+        """The leaves of the call, as it has left them, and what parameters it has written to."""
+        self.counted = [*self.before.outside.moved_whole(copied.of).values()]
+        """What it has written outside of the model, as far as that can be put ahead."""
+        after = self.held_by(copied)
+        left = moved(self.held, after)
+        self.left = {mark: (self.held.get(mark), after[mark]) for mark in left}
+        """What it has left in modules that hits run, or outside, and hits leave otherwise: before
+        and after it."""
+        self.after = self.surroundings.now()
+
+    def recompute(
+        self,
+        rows: list[int] | None = None,
+        *,
+        trace: PrefixTrace | None = None,
+        copied: ModelCopy | None = None,
+        grad: bool | None = None,
+        resize: Callable[[int, Tensor], Tensor] | None = None,
+        ahead: int | None = None,
+        goes_on: bool = False,
+    ) -> Recomputed:
+        """Run the prefix alone on other rows of the batch, under other random numbers.
+
+        Args:
+            rows: Which rows; by default another number of them, in another order.
+            trace: Watches the run.
+            copied: What to run it on; by default the common copy of the model.
+            grad: Whether autograd records; by default as in the plain run.
+            resize: Changes the lengths of the loader's leaves: position, rows -> rows.
+            ahead: How many calls to put ahead what the plain run has counted outside of the model.
+            goes_on: Whether all outside of the model is as the run before has left it.
+
+        Raises:
+            BoundaryError: The prefix goes astray.
+        """
+        rows = another(self.size) if rows is None else rows
+        is_common = copied is None
+        if copied is None:  # not there for the next run if this one ends in the middle
+            copied, self.common = self.common or self.copies.fresh(), None
+        run = PrefixRun(self, trace)
+        if not goes_on:
+            self.before.restore(for_a_copy=True)
+        for counted in self.counted if ahead is not None else ():
+            counted.put_ahead(ahead or 0, copied.of)
+        self._num_runs += 1
+        RandomState.seed(self._num_runs)
+        generators = RandomState.now()
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self.grad if grad is None else grad),
+        ):
+            args, kwargs = arguments(copied.call, rows, resize)
+            try:
+                with (
+                    copied.intercept(self.modules, run),
+                    nullcontext() if trace is None else trace.watching(),
+                ):
+                    copied.forward(*args, **kwargs)
+            except PrefixDone as done:
+                if trace is not None:
+                    trace.until = run.left_at(done)
+        drew = not RandomState.now().equals(generators)
+        for name in copied.moved.values():
+            raise BoundaryError.moves(self.boundary, name)
+        if is_common:
+            self.common = copied
+        return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
+
+    def held_by(self, copied: ModelCopy) -> Held:
+        """Return what a copy of the model holds now, and what words it has left outside."""
+        own = {
+            (module, key): Content(part, into_foreign=False)
+            for module in self.model.modules()
+            for key, part in _state(copied.of(module))
+        }
+        world = self.before.outside
+        words = {
+            (i, name): Content(part)
+            for i, place in enumerate(world.places)
+            if place.has_names and id(place.where) not in world.apart
+            for name, part in place.read(copied.of(place.where)).items()
+            if type(part) in (bool, str)
+        }
+        return own | words
 
     def not_skipped(self) -> list[nn.Module]:
         """Return the modules around the boundary, and those that no module of the prefix holds."""
@@ -164,128 +255,27 @@ class TracedBatch:
         return next((names[id(one)] for one in behind if id(one) in names), None)
 
 
-@dataclass(slots=True)
-class Recomputed:
-    """The prefix on other rows."""
-
-    rows: list[int]
-    """Which rows of the batch, in which order."""
-    leaves: list[list[Any]]
-    """Per step, the leaves of its output."""
-    drew: bool
-    """Whether it has drawn from a global random generator."""
-    given: list[list[Any]]
-    """Per step, the leaves of what it was called with; empty unless that was asked for."""
-
-
-def recompute(
-    traced: TracedBatch,
-    rows: list[int] | None = None,
-    *,
-    trace: PrefixTrace | None = None,
-    copied: ModelCopy | None = None,
-    grad: bool | None = None,
-    resize: Callable[[int, Tensor], Tensor] | None = None,
-    keeps_given: bool = False,
-    ahead: int | None = None,
-    goes_on: bool = False,
-) -> Recomputed:
-    """Run the prefix alone on other rows of the batch, under other random numbers.
-
-    Args:
-        traced: The plain run.
-        rows: Which rows; by default another number of them, in another order.
-        trace: Watches the run.
-        copied: What to run it on; by default the common copy of the model.
-        grad: Whether autograd records; by default as in the plain run.
-        resize: Changes the lengths of the loader's leaves: position, rows -> rows.
-        keeps_given: Whether to keep what the modules are called with, too.
-        ahead: How many calls to put ahead what the plain run has counted outside of the model.
-        goes_on: Whether all outside of the model is as the run before has left it.
-
-    Raises:
-        BoundaryError: The prefix goes astray.
-    """
-    size = traced.size
-    rows = another(size) if rows is None else rows
-    is_common = copied is None
-    if copied is None:  # not there for the next run if this one ends in the middle
-        copied, traced.common = traced.common or traced.copies.fresh(), None
-    run = PrefixRun(traced, trace, keeps_given=keeps_given)
-    if not goes_on:
-        traced.before.restore(for_a_copy=True)
-    for counted in traced.counted if ahead is not None else ():
-        counted.put_ahead(ahead or 0, copied.copy_of)
-    traced.num_runs += 1
-    RandomState.seed(traced.num_runs)
-    generators = RandomState.now()
-    with torch.inference_mode(False), torch.set_grad_enabled(traced.grad if grad is None else grad):
-        args, kwargs = arguments(copied.call, rows, resize)
-        try:
-            with (
-                copied.intercept(traced.modules, run),
-                nullcontext() if trace is None else trace.watching(),
-            ):
-                copied.forward(*args, **kwargs)
-        except PrefixDone as done:
-            if trace is not None:
-                trace.until = run.left_at(done)
-    drew = not RandomState.now().equals(generators)
-    for name in copied.moved.values():
-        raise BoundaryError.moves(traced.boundary, name)
-    if is_common:
-        traced.common = copied
-    return Recomputed(rows, [tree_leaves(output) for output in run.outputs], drew, run.given)
-
-
-def arguments(
-    call: Invocation, rows: list[int], resize: Callable[[int, Tensor], Tensor] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with other rows of its batch; as they are for none."""
-    if not rows:
-        return call.plain()
-    size, tagged = call.batch.size, call.tagged
-
-    def swap(position: int, leaf: Any) -> Any:
-        if position not in tagged and (leaf.dim() == 0 or leaf.shape[0] != size):
-            return leaf
-        fold = tagged[position].fold if position in tagged else Fold()
-        if fold == Fold():
-            taken = take(leaf, rows, size)
-        else:
-            taken = fold.together(take(fold.apart(leaf), rows, size))
-        return taken if resize is None or position not in tagged else resize(position, taken)
-
-    return call.rebuild(swap)
-
-
 class PrefixRun:
     """Handler for a forward that computes the prefix as it was discovered; keeps its outputs.
 
     Args:
         traced: What the prefix is.
         trace: Watches the run.
-        stops: Whether to leave the model when the boundary has returned.
-        keeps_given: Whether to keep what the modules are called with, too.
+        stops: Whether to leave the model when the boundary has returned; else each step's output is
+            kept as it stands then, and the time from here until it returned.
     """
 
     def __init__(
-        self,
-        traced: TracedBatch,
-        trace: PrefixTrace | None = None,
-        *,
-        stops: bool = True,
-        keeps_given: bool = False,
+        self, traced: TracedBatch, trace: PrefixTrace | None = None, *, stops: bool = True
     ) -> None:
-        self._traced = traced
-        self._trace = trace
-        self._stops = stops
-        self._keeps_given = keeps_given
-        self._inside = False
+        self._traced, self._trace, self._stops, self._inside = traced, trace, stops, False
         self._around: set[FrameType] = set()
         """Of the code that calls the steps, where that is traced."""
         self.outputs: list[Any] = []
         self.given: list[list[Any]] = []
+        self.seconds: list[float] = []
+        synchronize()
+        self._started = time.perf_counter()
 
     def __call__(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -302,65 +292,50 @@ class PrefixRun:
                 f"{self._traced.names[id(module)]!r} runs for some batches only, or at random",
             )
         if self._trace is not None:
-            self._around.update(_frames(sys._getframe(1)))
-        if self._keeps_given:
-            self.given.append(tree_leaves((args, kwargs)))
+            self._around.update(frame for frame, _ in walk_stack(sys._getframe(1)))
+        self.given.append(tree_leaves((args, kwargs)))
         self._inside = True
         try:
             with self._trace.step(position) if self._trace is not None else nullcontext():
-                output = self.step(module, original, *args, **kwargs)
+                output = original(*args, **kwargs)
         finally:
             self._inside = False
-        if len(self.outputs) == len(steps) and self._stops:
-            raise PrefixDone
-        return output
-
-    def step(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run one step."""
-        output = original(*args, **kwargs)
         self.outputs.append(tree_map(lambda leaf: leaf, output))  # what is put into it comes later
+        if not self._stops:
+            synchronize()
+            self.seconds.append(time.perf_counter() - self._started)
+        if position == len(steps) - 1:
+            if self._stops:
+                raise PrefixDone
+            # Copies, as things stand now: the active part may write into what it is given.
+            self.outputs = tree_map(_copied, self.outputs)
         return output
 
     def left_at(self, done: PrefixDone) -> dict[CodeType, int]:
         """Return the offset of the call that is never returned from, in each forward around the
         boundary that has run once.
         """
-        forwards = set(_forwards(self._traced.ancestors)) - {
-            code for step in self._traced.modules for code in _forwards(step.modules())
-        }
+        inside = (module for step in self._traced.modules for module in step.modules())
+        forwards = _forwards(self._traced.ancestors) - _forwards(inside)
         num = Counter(frame.f_code for frame in self._around)
         self._around.clear()
-        places = ((at.tb_frame.f_code, at.tb_lasti) for at in _places(done.__traceback__))
-        return {code: at for code, at in places if code in forwards and num[code] == 1}
+        found, at = dict[CodeType, int](), done.__traceback__
+        while at is not None:
+            code = at.tb_frame.f_code
+            if code in forwards and num[code] == 1:
+                found[code] = at.tb_lasti
+            at = at.tb_next
+        return found
 
 
-def _forwards(modules: Iterable[nn.Module]) -> Iterator[CodeType]:
-    for module in modules:
-        for name in entries(module):
-            function = inspect.unwrap(getattr(type(module), name))
-            if isinstance(function, FunctionType):
-                yield function.__code__
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return leaf
+    with torch.inference_mode(False), torch.no_grad():
+        return leaf.detach().clone()
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _places(at: TracebackType | None) -> Iterator[TracebackType]:
-    while at is not None:
-        yield at
-        at = at.tb_next
-
-
-def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules without repetition, in order."""
-    return list({id(module): module for module in modules}.values())
-
-
-def trainable(module: nn.Module) -> str | None:
-    """Name one trainable parameter of `module`, if there is one."""
-    return next((name for name, p in module.named_parameters() if p.requires_grad), None)
+def _forwards(modules: Iterable[nn.Module]) -> set[CodeType]:
+    named = ((type(module), name) for module in modules for name in entries(module))
+    functions = (inspect.unwrap(getattr(kind, name)) for kind, name in named)
+    return {one.__code__ for one in functions if isinstance(one, FunctionType)}
