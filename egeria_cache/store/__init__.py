@@ -8,43 +8,27 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
 > `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
 the files: the directory, its limit and its locks (`place`), what a generation is (`manifest`),
-LMDB itself (`environment`), and what lies in it (`files`). What `cache-inspect` copies: `parcel`.
+LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: what a directory
+holds (`survey`), and a generation as one stream (`parcel`).
 """
 
-from egeria_cache.store.codecs import Codec, Coder
-from egeria_cache.store.disk.environment import tree_problem
-from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import (
-    FORMAT,
     ROOT_FORMAT,
     DamagedError,
-    GoneError,
     Manifest,
     read_json,
     write_json,
 )
-from egeria_cache.store.disk.place import (
-    ROOT_NAME,
-    SET_ASIDE,
-    directory_bytes,
-    generation_directories,
-    in_use_elsewhere,
-    last_use,
-    remove_generations,
-)
+from egeria_cache.store.disk.place import remove_generations
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import kernel
-from egeria_cache.store.parcel import Parcelled, pack, unpack
+from egeria_cache.store.parcel import pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
-from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import RecordError
-from egeria_cache.store.records.record import Record
 from egeria_cache.store.store import ActivationStore
+from egeria_cache.store.survey import Report, contents, survey, verify
 
 __all__ = [
-    "FORMAT", "ROOT_FORMAT", "ROOT_NAME", "SET_ASIDE", "ActivationStore", "Codec", "Coder",
-    "DamagedError", "Generation", "GoneError", "Located", "Manifest", "NotInMemoryError",
-    "Parcelled", "Record", "RecordError", "Totals", "decode_key", "directory_bytes",
-    "generation_directories", "in_use_elsewhere", "inspected", "is_unfinished", "kernel",
-    "last_use", "pack", "read_json", "remove_generations", "tree_problem", "unpack", "write_json",
+    "ROOT_FORMAT", "ActivationStore", "DamagedError", "Generation", "Located", "Manifest",
+    "NotInMemoryError", "Report", "contents", "kernel", "pack", "read_json", "remove_generations",
+    "survey", "unpack", "verify", "write_json",
 ]  # fmt: skip

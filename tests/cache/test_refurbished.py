@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.cache import loader_api
-from egeria_cache.inspect.cli import main
+from egeria_cache.inspect import main
 from egeria_cache.samples import Clock, Draws
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps

@@ -94,7 +94,7 @@ def test_the_command_line_packs_and_unpacks(tmp_path, capsys):
     assert "43 packed" in capsys.readouterr().out
     assert file.stat().st_mode & 0o777 == 0o600
     assert main([str(tmp_path / "one"), "pack", name, str(file)]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "File exists" in capsys.readouterr().err
     assert main([str(tmp_path / "other"), "unpack", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stored"] == 43
     assert main([str(tmp_path / "other"), "verify"]) == 0

@@ -24,7 +24,6 @@ import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.disk.place as place_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
-from egeria_cache.inspect.report import contents, survey, verify
 from egeria_cache.store.disk.files import inspected
 from egeria_cache.store.disk.manifest import (
     ROOT_FORMAT,
@@ -44,6 +43,7 @@ from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.records.keys import encode_keys
 from egeria_cache.store.store import ActivationStore
+from egeria_cache.store.survey import contents, survey, verify
 from tests.store.conftest import (
     DEADLINE_S,
     damage,
