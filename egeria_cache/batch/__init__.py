@@ -41,10 +41,12 @@ from egeria_cache.batch.tensor import (
     unwrap,
     without_data,
 )
+from egeria_cache.batch.trial import forget_trials
 
 __all__ = [
     "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Lengths", "Padding",
     "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting", "flatten",
-    "forget_lost", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows", "lost_by",
-    "merge_rows", "overlap", "own_containers", "row_meta", "take_rows", "unwrap", "without_data",
+    "forget_lost", "forget_trials", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows",
+    "lost_by", "merge_rows", "overlap", "own_containers", "row_meta", "take_rows", "unwrap",
+    "without_data",
 ]  # fmt: skip

@@ -108,6 +108,11 @@ def operation(
     return known[key]
 
 
+def forget_trials() -> None:
+    """Another cache is made: what loops before it have done is not counted against its own."""
+    _TRIED.clear()
+
+
 def _own(value: Any) -> Any:
     """Return an argument that nobody else can change."""
     if isinstance(value, list | tuple):

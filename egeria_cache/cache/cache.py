@@ -25,6 +25,7 @@ from egeria_cache.arguments import (
     names_known,
 )
 from egeria_cache.augment import Operation, commutes
+from egeria_cache.batch import forget_trials
 from egeria_cache.cache.boundary import Boundary, BoundaryMoved, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi
@@ -156,6 +157,7 @@ class ActivationCache:
             ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
+        forget_trials()
         self._engine.attach()
         _ATTACHED[self._engine.model] = weakref.ref(self)
         try:

@@ -6,10 +6,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egeria_cache.batch import trial
+from egeria_cache import ActivationCache
+from egeria_cache.batch import forget_trials
 from egeria_cache.batch.batch import Batch
 from egeria_cache.batch.tensor import BatchTensor, batch_tensors, unwrap, without_data
 
@@ -388,10 +389,12 @@ def test_copies_and_pickles_are_plain_tensors(hit):
     assert torch.equal(pickle.loads(pickle.dumps(x)), RAW)
 
 
-def test_what_is_given_another_float_each_time_is_followed_no_more(monkeypatch):
+def test_what_is_given_another_float_each_time_is_followed_no_more_until_another_cache(tmp_path):
     """Each trial takes a while; what mixes samples draws its numbers anew for each batch."""
-    monkeypatch.setattr(trial, "_TRIED", {})
+    forget_trials()
     x, _ = make_batch(None)
     followed = [isinstance(x * (number / 64), BatchTensor) for number in range(2, 18)]
     assert followed == [True] * 8 + [False] * 8
     assert all(isinstance(x * number, BatchTensor) for number in range(2, 18))
+    with ActivationCache(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path, "0"):
+        assert isinstance(x * (2 / 3), BatchTensor)
