@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.digits_task import Outcome, Task, train
 from benchmarks.harness import environment, parser, publish, pyplot, tell
-from egeria_core import Bootstrap, FreezeController, find_layers
-from egeria_core.config import guideline_interval
+from egeria_core import Bootstrap, ControllerConfig, FreezeController, find_layers
 from egeria_core.policies import Measure, PlasticityPolicy
 from egeria_core.reference import Call, LayerTap, Probe
 from egeria_core.watch import ActivationMeter, Meter, Watched
@@ -117,7 +116,9 @@ def maker(policy: type[PlasticityPolicy] | None = None, **changes: Any) -> Maker
     factor = changes.pop("n_factor", 1.0)
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, total: int) -> Any:
-        interval = guideline_interval(total, len(find_layers(model)), WINDOW)
+        interval = ControllerConfig(total_steps=total, window=WINDOW).interval(
+            len(find_layers(model)), "plasticity"
+        )
         options = {
             "evaluate_every": max(1, round(interval * factor)),
             "window": WINDOW,

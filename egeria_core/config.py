@@ -21,25 +21,7 @@ ROOMY_ABOVE_CPUS = 4
 """With more CPUs than these, a CPU training leaves some to an evaluator process."""
 LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2}
 READINGS = 100
-"""Of every layer, in the whole schedule, for the prediction of harm."""
-
-
-def movement_interval(total_steps: int | None, num_layers: int) -> int:
-    """Return the steps between two readings of the layers' movement.
-
-    A layer is looked at in one step, the next one in the following, so that a reading of all takes
-    as many steps as there are layers; more than a hundred readings bring nothing.
-    """
-    return max(num_layers, (total_steps or 0) // READINGS)
-
-
-def guideline_interval(total_steps: int, num_layers: int, window: int) -> int:
-    """Return n by the paper's guideline: every layer gets its 2 W evaluations within the schedule.
-
-    1.75 = 1 + 0.5 + 0.25 leaves room for bootstrapping, smoothing delay and halved windows
-    (section 4.2.2: 78k iterations, W = 10, 7 layers: about 300).
-    """
-    return max(1, int(total_steps / (2 * window) / num_layers / 1.75))
+"""Of every layer, in the whole schedule, for the prediction of harm; more bring nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +86,9 @@ class ControllerConfig:
 
     def bootstrap_for(self, measure: str) -> Bootstrap | None:
         """Return the bootstrapping stage of a policy that measures this."""
-        if measure in ("nothing", "movement"):
+        if measure in ("nothing", "movement") or (measure == "own" and self.bootstrap == "auto"):
             return None
-        if not isinstance(self.bootstrap, str):
-            return self.bootstrap
-        return Bootstrap() if measure == "plasticity" else None
+        return Bootstrap() if isinstance(self.bootstrap, str) else self.bootstrap
 
     def evaluator_for(self, device_type: str) -> EvaluatorKind:
         """Return the kind of evaluator for a model on this type of device."""
@@ -126,9 +106,14 @@ class ControllerConfig:
         if self.evaluate_every is not None:
             return self.evaluate_every
         if measure == "movement":
-            return movement_interval(self.total_steps, num_layers)
+            # A layer is looked at in one step, the next one in the following, so that a reading of
+            # all takes as many steps as there are layers.
+            return max(num_layers, (self.total_steps or 0) // READINGS)
         if self.total_steps is not None:
-            return guideline_interval(self.total_steps, num_layers, self.window)
+            # The paper's guideline: every layer gets its 2 W evaluations within the schedule.
+            # 1.75 = 1 + 0.5 + 0.25 leaves room for bootstrapping, smoothing delay and halved
+            # windows (section 4.2.2: 78k iterations, W = 10, 7 layers: about 300).
+            return max(1, int(self.total_steps / (2 * self.window) / num_layers / 1.75))
         if measure == "nothing":
             return 1
         raise ValueError(

@@ -24,7 +24,7 @@ from egeria_core.policies import Policy, PolicyError, Reading, StaticPolicy, mak
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
 from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
 from egeria_core.savings import MoveCost, Savings, Schedule
-from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Watched, can_be_read
+from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Prefix, Watched, can_be_read
 
 log = logging.getLogger("egeria")
 
@@ -145,8 +145,17 @@ class FreezeController:
         self._tied: set[tuple[str, str]] = set()
         self._schedule: list[tuple[int, str | None]] = []
         self._losses = MeanLoss()
-        self._meter = self._make_meter()
-        self._finalizer = weakref.finalize(self, self._meter.close)
+        policy = self.policy
+        kind = policy if isinstance(policy, BringsMeter) else METERS[measure]
+        self.per_layer = kind.per_layer
+        """Whether every rank measures its part of each layer; else one measures the front."""
+        if not (self._ranks.measures or (self._ranks.is_sharded and self.per_layer)):
+            kind = Meter
+        self._meter = kind.make_meter(
+            Watched(self.model, self.optimizer, self._map, self.evaluate_every, self.config,
+                    self.history)
+        )  # fmt: skip
+        weakref.finalize(self, self._meter.close)
         self.policy.bind(self.boundaries)
         if measure == "nothing":
             # A boundary that is to hold from the first forward on.
@@ -157,18 +166,6 @@ class FreezeController:
 
     def _make_map(self) -> LayerMap:
         return LayerMap(self.model, self.config.layers, self.config.num_layers)
-
-    def _make_meter(self) -> Meter:
-        policy = self.policy
-        kind = policy if isinstance(policy, BringsMeter) else METERS[policy.measure]
-        self.per_layer = kind.per_layer
-        """Whether every rank measures its part of each layer; else one measures the front."""
-        watched = Watched(
-            self.model, self.optimizer, self._map, self.evaluate_every, self.config, self.history
-        )
-        if self._ranks.measures or (self._ranks.is_sharded and self.per_layer):
-            return kind.make_meter(watched)
-        return Meter(watched)
 
     @property
     def layers(self) -> list[str]:
@@ -213,11 +210,8 @@ class FreezeController:
         if self.policy.measure != "nothing" and self._step % self.evaluate_every == 0:
             self._measure()
             verdicts = self._ranks.share(self._meter.collect(), self.num_frozen)
-        for verdict in verdicts:
-            self._record(verdict)
+        for verdict in verdicts or (None,):
             self._decide(verdict)
-        if not verdicts:
-            self._decide(None)
         self._prepare()
 
     def _measure(self) -> None:
@@ -261,7 +255,7 @@ class FreezeController:
         self._losses.add(loss)
         if self._step % self._bootstrap.interval(self.evaluate_every, self.config.total_steps):
             return False
-        (mean,) = self._ranks.agree(self._losses.take())
+        mean = self._ranks.agree(self._losses.take())
         done = self._bootstrap.observe(mean)
         self.history.add("bootstrap", self._step, loss=mean, done=done)
         return done
@@ -283,8 +277,10 @@ class FreezeController:
         prospect = None
         if verdict is None:
             verdict = Verdict(self._step, self._front, None)
-        elif self.policy.measure == "movement":
-            prospect = self._savings.prospect(self._step, self.evaluate_every)
+        else:
+            self._record(verdict)
+            if self.policy.measure == "movement":
+                prospect = self._savings.prospect(self._step, self.evaluate_every)
         frozen = self.policy.observe(
             Reading(
                 step=self._step,
@@ -297,8 +293,7 @@ class FreezeController:
                 prospect=prospect,
             )
         )
-        take: Callable[[], list[dict[str, Any]]] = getattr(self.policy, "take_notes", list)
-        for note in take():
+        for note in getattr(self.policy, "take_notes", list)():
             self.history.add("decision", self._step, **note)
         if not 0 <= frozen < len(self._map.layers):
             raise PolicyError(
@@ -312,7 +307,8 @@ class FreezeController:
         if frozen > self._front:
             payoff = self._savings.weigh(self._step, self.num_frozen, frozen)
             # What was set by hand is the user's own order.
-            if payoff is None or payoff.pays or isinstance(self.policy, StaticPolicy):
+            by_hand = isinstance(self.policy, StaticPolicy)
+            if payoff is None or by_hand or payoff.saving_steps >= payoff.cost_steps:
                 self._move(frozen, "frozen", payoff)
             else:
                 self._decline(frozen, payoff)
@@ -339,7 +335,9 @@ class FreezeController:
             self._release()
         self.num_frozen = frozen
         self._follow()
-        event = BoundaryMoved(self._step, self.boundary, previous, self._reason(reason))
+        why = getattr(self.policy, "reason", "")
+        reason = f"{reason} by {type(self.policy).__name__}{why and ': '}{why}"
+        event = BoundaryMoved(self._step, self.boundary, previous, reason)
         self._schedule.append((event.step, event.boundary))
         self._record_move(event, payoff)
         self._untold.append(event)
@@ -359,11 +357,10 @@ class FreezeController:
             total_parameters=sum(size for size, _ in sizes),
             **({} if payoff is None else asdict(payoff)),
         )
-        told = f"step {event.step}: boundary {event.boundary} ({event.reason})"
-        if event.boundary is not None and payoff is not None:
-            why = self._why or event.reason
-            told = f"froze {event.boundary} at step {event.step}: {payoff}, {why}"
-        log.info("egeria: %s", told)
+        log.info(
+            "egeria: step %d: boundary %s (%s)%s",
+            event.step, event.boundary, event.reason, "" if payoff is None else f"; it {payoff}",
+        )  # fmt: skip
 
     def _follow(self) -> None:
         """Have what runs the model on several ranks follow the move, before anybody is told."""
@@ -381,15 +378,6 @@ class FreezeController:
             for listener in self._listeners:
                 listener(event)
 
-    @property
-    def _why(self) -> str:
-        why: str = getattr(self.policy, "reason", "")
-        return why
-
-    def _reason(self, what: str) -> str:
-        why = f": {self._why}" if self._why else ""
-        return f"{what} by {type(self.policy).__name__}{why}"
-
     def _freeze_to(self, frozen: int) -> None:
         """Have nothing move up to there; what is frozen already stays so.
 
@@ -400,8 +388,8 @@ class FreezeController:
         and the learning-rate schedule go on as if nothing happened.
         """
         boundary = self._map.boundaries[frozen - 1]
-        self._warn_of_tied(boundary)
         prefix, module = self._map.prefix(boundary), self.model.get_submodule
+        self._warn_of_tied(boundary, prefix)
         for parameter in map(self.model.get_parameter, prefix.parameters):
             if parameter.requires_grad:
                 self._frozen.append(parameter)
@@ -416,21 +404,23 @@ class FreezeController:
         self._frozen.clear()
         self._prefix.release()
 
-    def _warn_of_tied(self, boundary: str) -> None:
+    def _warn_of_tied(self, boundary: str, prefix: Prefix) -> None:
         """Say once which active weights stop training because they are tied to frozen ones."""
-        tied = [pair for pair in self._map.tied(boundary) if pair not in self._tied]
-        self._tied.update(tied)
-        for mine, theirs in tied:
+        mine = {id(self.model.get_parameter(name)): name for name in prefix.parameters}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            pair = mine.get(id(parameter), name), name
+            is_active = name != pair[0] and name.rpartition(".")[0] not in prefix.modules
+            if not is_active or pair in self._tied:
+                continue
+            self._tied.add(pair)
             log.warning(
                 "egeria: %s, frozen with everything up to %s, is the same tensor as %s, which is "
                 "still active: that stops training too. Untie the two if it should go on",
-                mine, boundary, theirs,
+                pair[0], boundary, name,
             )  # fmt: skip
 
     def __repr__(self) -> str:
-        frozen = (
-            f"{self.num_frozen} of {len(self._map.layers)} layers, up to {self.boundary or 'none'}"
-        )
+        frozen = f"{self.num_frozen} of {len(self.layers)} layers, up to {self.boundary or 'none'}"
         return f"FreezeController({type(self.policy).__name__}, step {self._step}, frozen {frozen})"
 
     def state_dict(self) -> dict[str, Any]:

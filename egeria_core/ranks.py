@@ -68,8 +68,8 @@ class Ranks:
         """The rank of the group that measures now, the same on all ranks."""
         return 0
 
-    def _broadcast(self, value: Any) -> Any:
-        """Return what the rank that measures has."""
+    def agree(self, value: Any) -> Any:
+        """Return what the rank that measures has; called by all ranks at the same step."""
         if self._group is None:
             return value
         message = [value]
@@ -77,17 +77,13 @@ class Ranks:
         dist.broadcast_object_list(message, source, group=self._group, device=self._device)
         return message[0]
 
-    def agree(self, *values: float) -> list[float]:
-        """Return the values of the rank that measures."""
-        return list(self._broadcast(values))
-
     def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
         """Return the verdicts of the rank that measures; called by all ranks at the same step.
 
         Raises:
             EgeriaError: This rank has frozen another number of layers than the one that measures.
         """
-        shared, first_frozen = self._broadcast((verdicts, frozen))
+        shared, first_frozen = self.agree((verdicts, frozen))
         if first_frozen != frozen:
             raise EgeriaError(
                 f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank "
@@ -101,17 +97,6 @@ def wire_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return where a group's messages lie: in the host's memory where it takes them from there."""
     host = torch.device("cpu")
     return host if host in group._device_types else device
-
-
-def _forget_buckets(state: Any) -> None:
-    """Empty what PowerSGD keeps for each bucket: errors to feed back, and factors P and Q.
-
-    They are of the buckets' old sizes. The next step begins with an error of zero, as the first.
-    """
-    for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
-        memory = getattr(state, name, None)
-        if isinstance(memory, dict):
-            memory.clear()
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
@@ -143,7 +128,12 @@ def rebuild(ddp: DistributedDataParallel) -> None:
     inner._has_rebuilt_buckets = False
     inner._comm_hooks = []
     for hook, state in hooks:
-        _forget_buckets(state)
+        # The errors that PowerSGD feeds back, and its factors, are of the old buckets' sizes; the
+        # next step begins with an error of zero, as the first.
+        for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+            memory = getattr(state, name, None)
+            if isinstance(memory, dict):
+                memory.clear()
         ddp.register_comm_hook(state, hook)
     if inner.static_graph:
         inner.static_graph = False

@@ -195,35 +195,23 @@ class TenfoldDrop(Remembered):
 
 
 class WarmRestart(Remembered):
-    """Unfreeze when the rate jumps up: `rise` times the lowest rate since the last restart.
+    """Unfreeze when the rate is `rise` times the lowest that there was while layers were frozen.
 
-    For `CosineAnnealingWarmRestarts` and cyclical schedules. The slow rise of a triangular cycle
-    counts once, when it has risen that far.
+    For `CosineAnnealingWarmRestarts` and cyclical schedules.
     """
 
-    remembers = ("_lowest", "_falling")
+    remembers = ("_lowest",)
 
     def __init__(self, rise: float = 2.0) -> None:
         if rise <= 1:
             raise ValueError(f"rise must be above 1, got {rise}")
         self.rise = rise
-        self._lowest: float | None = None
-        self._falling = False
+        self._lowest = math.inf
 
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Follow the largest rate of all groups."""
-        now = max(lr)
-        if self._lowest is None or now <= self._lowest:
-            # Warm-up at the start of training only rises; a restart needs a fall before it.
-            self._falling = self._falling or (self._lowest is not None and now < self._lowest)
-            self._lowest = now
-            return False
-        if self._falling and now >= self.rise * self._lowest:
-            self._falling, self._lowest = False, now
-            return frozen > 0
-        if not self._falling:
-            self._lowest = now
-        return False
+        self._lowest = min(self._lowest, max(lr)) if frozen else max(lr)
+        return max(lr) >= self.rise * self._lowest > 0
 
 
 def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:

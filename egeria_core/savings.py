@@ -18,22 +18,29 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_core.policies import Prospect
 from egeria_core.ranks import Ranks
 from egeria_core.rules import MeanRate, Remembered
 from egeria_core.watch import LayerMap
 
+log = logging.getLogger("egeria")
+
 RISE = 2.0
 """A rate that will be so many times the present one is a rise."""
 BACKWARD_SHARE = 2 / 3
 """A backward computes two products for each one of the forward."""
+CLOSE = 1e-3
+"""Relative difference between the rate that was foretold and the one in use that passes."""
+TRIES = 8
+"""How often a schedule that did something else is simulated anew."""
+LENGTHS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
+"""The schedulers that say where they end, and how they call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,6 @@ class MoveCost:
     """Over the rest of the schedule."""
     cost_steps: float
     left_steps: int
-
-    @property
-    def pays(self) -> bool:
-        """Whether it saves at least what it costs."""
-        return self.saving_steps >= self.cost_steps
 
     def __str__(self) -> str:
         return f"saves {self.saving_steps:.3g} of the {self.left_steps} steps left"
@@ -65,8 +67,8 @@ def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[flo
         sizes: Parameters of each layer.
     """
     if parts is None:
-        parts = [size / max(1, sum(sizes)) for size in accumulate(sizes)]
-    return [*accumulate((BACKWARD_SHARE * part for part in parts[:-1]), max, initial=0.0)]
+        parts = [size / max(1, sum(sizes)) for size in itertools.accumulate(sizes)]
+    return [*itertools.accumulate((BACKWARD_SHARE * part for part in parts[:-1]), max, initial=0.0)]
 
 
 class Savings(Remembered):
@@ -80,7 +82,7 @@ class Savings(Remembered):
         move_cost: Steps that a move costs.
     """
 
-    remembers = ("_saves", "schedule")
+    remembers = ("saves", "schedule")
 
     def __init__(
         self, optimizer: Any, layers: LayerMap, schedule: Schedule, ranks: Ranks, move_cost: float
@@ -88,33 +90,27 @@ class Savings(Remembered):
         self._mean_rate = MeanRate(optimizer)
         self._layers, self._ranks, self.schedule = layers, ranks, schedule
         self._move_cost = move_cost
-        self._saves: list[float] | None = None
+        self.saves: list[float] | None = None
+        """What freezing the first k layers saves, as parts of a step; None: not known yet."""
 
     def resolve(self) -> None:
         """The layers are settled, by one forward that was counted. On every rank."""
-        if self._saves is None:
+        if self.saves is None:
             sizes = [sum(p.numel() for p in own) for own in self._layers.parameters_of_layers()]
-            self._saves = self._ranks.agree(*saved_parts(self._layers.parts, sizes))
-
-    def take(self, saves: Sequence[float]) -> None:
-        """Take what freezing the first k layers saves, as parts of a step, from who knows."""
-        self._saves = list(saves)
-
-    def _remaining(self, step: int) -> Remaining | None:
-        return self.schedule.remaining(step, self._mean_rate())
+            self.saves = self._ranks.agree(saved_parts(self._layers.parts, sizes))
 
     def prospect(self, step: int, every: int) -> Prospect | None:
         """Return what a policy may weigh after `step` steps; None: it is not known."""
-        left = self._remaining(step)
-        if left is None or self._saves is None:
-            return None
         rate = self._mean_rate()
+        left = self.schedule.remaining(step, rate)
+        if left is None or self.saves is None:
+            return None
         prefixes = map(self._layers.prefix, self._layers.boundaries[:-1])
         return Prospect(
             steps=left.steps,
             rate=left.rate,
             rises=left.rate is not None and left.highest > RISE * rate,
-            saves=tuple(self._saves),
+            saves=tuple(self.saves),
             draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
             cost=self._move_cost,
             every=every,
@@ -122,21 +118,11 @@ class Savings(Remembered):
 
     def weigh(self, step: int, frozen: int, wanted: int) -> MoveCost | None:
         """Weigh freezing up to `wanted` where `frozen` are; None: not known. On every rank."""
-        left = self._remaining(step)
-        if left is None or self._saves is None:
+        left = self.schedule.remaining(step, self._mean_rate())
+        if left is None or self.saves is None:
             return None
-        part = self._saves[wanted] - self._saves[frozen]
+        part = self.saves[wanted] - self.saves[frozen]
         return MoveCost(part * left.steps, self._move_cost, left.steps)
-
-
-log = logging.getLogger("egeria")
-
-CLOSE = 1e-3
-"""Relative difference between the rate that was foretold and the one in use that passes."""
-TRIES = 8
-"""How often a schedule that did something else is simulated anew."""
-LENGTHS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
-"""The schedulers that say where they end, and how they call it."""
 
 
 class ScheduleError(Exception):
@@ -157,8 +143,7 @@ class Remaining:
 
 def unwrap(scheduler: Any) -> Any:
     """Return the scheduler inside of wrappers such as Accelerate's."""
-    kinds = (LRScheduler, ReduceLROnPlateau)
-    while not isinstance(scheduler, kinds) and hasattr(scheduler, "scheduler"):
+    while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
         scheduler = scheduler.scheduler
     return scheduler
 
@@ -177,7 +162,6 @@ def _first_of(scheduler: Any, attribute: str) -> Any:
 
 def find_length(scheduler: Any) -> int | None:
     """Return the number of scheduler steps after which it says that it ends; None: it does not."""
-    scheduler = unwrap(scheduler)
     parts = getattr(scheduler, "_schedulers", [])
     milestones = getattr(scheduler, "_milestones", None)
     if parts and milestones:
@@ -195,25 +179,23 @@ def simulate(scheduler: Any, count: int) -> list[float]:
     Raises:
         ScheduleError: It depends on what training brings, or cannot be copied.
     """
-    scheduler = unwrap(scheduler)
-    if isinstance(scheduler, ReduceLROnPlateau) or not callable(getattr(scheduler, "step", None)):
-        raise ScheduleError(f"{type(scheduler).__name__} follows no schedule")
     mean = MeanRate(_first_of(scheduler, "optimizer"))
     found: list[float] = []
     try:
         twin, groups = _copied(scheduler)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            while True:
-                found.append(mean(groups))
-                if len(found) == count:
-                    return found
+            found.append(mean(groups))
+            while len(found) < count:
                 twin.step()
+                found.append(mean(groups))
     except ValueError:
         # OneCycleLR past its end: what is left is nothing.
-        return found + [0.0] * (count - len(found))
+        found += [0.0] * (count - len(found))
     except Exception as error:
-        raise ScheduleError(f"{type(scheduler).__name__} cannot be copied ({error})") from error
+        what = type(scheduler).__name__
+        raise ScheduleError(f"no copy of {what} can be stepped to the end ({error})") from error
+    return found
 
 
 def _copied(scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -274,8 +256,7 @@ class Schedule(Remembered):
     @property
     def has_end(self) -> bool:
         """Whether it is known, or will be, how many steps there are."""
-        known = self._scheduler is not None and find_length(self._scheduler) is not None
-        return self._total is not None or known
+        return self._total is not None or find_length(self._scheduler) is not None
 
     def look(self, step: int) -> None:
         """Note after each optimizer step how far the scheduler has come."""
@@ -308,17 +289,19 @@ class Schedule(Remembered):
             step: Finished steps.
             rate: The mean rate of the last one, with which the forecast is checked.
         """
-        if self._refused:
-            return self._without_rates(step)
-        pace = self._find_pace()
-        total = None if pace is None else self._length(pace)
+        pace, total = self._find_pace(), self._total
+        if pace is not None and total is None:
+            length = find_length(self._scheduler)
+            total = None if length is None else round((length - self._first) / pace)
         if pace is None or total is None:
             return None
-        if step >= total:
+        left, done = max(0, total - step), step - self._start
+        if left == 0:
             return Remaining(0, 0.0)
         try:
-            if pace != self._pace or not self._rates or not self._agrees(step, rate):
+            if not self._refused and (pace != self._pace or not self._agrees(done, rate)):
                 self._forecast(step, total, pace)
+                done = 0
         except ScheduleError as error:
             self._refused = True
             log.warning(
@@ -326,18 +309,9 @@ class Schedule(Remembered):
                 "stay as they are",
                 error,
             )
-            return self._without_rates(step)
-        done = step - self._start
-        return Remaining(total - step, self._left[done], self._highest[done])
-
-    def _without_rates(self, step: int) -> Remaining | None:
-        return None if self._total is None else Remaining(max(0, self._total - step), None)
-
-    def _length(self, pace: Fraction) -> int | None:
-        if self._total is not None:
-            return self._total
-        length = find_length(self._scheduler)
-        return None if length is None else round((length - self._first) / pace)
+        if self._refused:
+            return Remaining(left, None)
+        return Remaining(left, self._left[done], self._highest[done])
 
     def _forecast(self, step: int, total: int, pace: Fraction) -> None:
         """Sum the rates of the steps from here to the end."""
@@ -359,11 +333,10 @@ class Schedule(Remembered):
         self._left = [*itertools.accumulate(back, initial=0.0)][::-1]
         self._highest = [*itertools.accumulate(back, max)][::-1]
 
-    def _agrees(self, step: int, rate: float) -> bool:
+    def _agrees(self, done: int, rate: float) -> bool:
         """Compare with the rate of the last step; one step to either side is no difference."""
-        last = step - 1 - self._start
-        near = self._rates[max(0, last - 1) : last + 2]
-        if last < 1 or not near:
+        near = self._rates[max(0, done - 2) : done + 1]
+        if done < 2:
             return True
         slack = CLOSE * max(abs(rate), *near)
         return min(near) - slack <= rate <= max(near) + slack

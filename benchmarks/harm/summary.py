@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from egeria_core.config import movement_interval
+from egeria_core import ControllerConfig
 from egeria_core.policies import HarmEstimate, Movement
 
 from .tasks import TASKS
@@ -29,7 +29,7 @@ Point = dict[str, Any]
 def points_of(record: dict[str, Any]) -> list[Point]:
     """Return one point for each branch: what the library predicts from the plain run's readings."""
     num_layers, steps = len(record["layers"]), len(record["rates"])
-    every = movement_interval(steps, num_layers)
+    every = ControllerConfig(total_steps=steps).interval(num_layers, "movement")
     rates, branches = record["rates"], sorted(record["branches"], key=lambda b: int(b["at"]))
     estimate = HarmEstimate()
     found, step = [], 0

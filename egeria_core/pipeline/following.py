@@ -49,7 +49,7 @@ class PipelineController(FreezeController):
         super().__init__(
             pipeline.model, pipeline.optimizers[0], None, policy, listeners=listeners, **options
         )
-        self._savings.take(self._saves())
+        self._savings.saves = self._saves()
 
     def _saves(self) -> list[float]:
         """Return the part of a batch's time that freezing the first k layers saves."""

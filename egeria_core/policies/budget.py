@@ -230,16 +230,13 @@ class BudgetPolicy(Remembered):
         prospect = reading.prospect
         if self._has_risen(max(reading.lr)):
             return 0
-        if self.frozen >= reading.num_layers - 1 or prospect.steps <= 0:
+        is_over = self.frozen >= reading.num_layers - 1 or prospect.steps <= 0
+        if is_over or not self.estimate.ready:
             return self.frozen
-        if not self.estimate.ready:
-            return self.frozen
-        if prospect.rises:
-            self._note("the learning rate will rise", [])
-            return self.frozen
-        harms = self._harms(prospect)
+        harms = None if prospect.rises else self._harms(prospect)
         if harms is None:
-            self._note("nothing can be predicted", [])
+            rises = "the learning rate will rise"
+            self._note(rises if prospect.rises else "nothing can be predicted", [])
             return self.frozen
         candidates = self._candidates(harms, prospect, reading.num_layers)
         chosen = max(
@@ -250,8 +247,7 @@ class BudgetPolicy(Remembered):
         )
         self._note("wait" if chosen is None else "freeze", candidates, chosen)
         if chosen is not None:
-            self.frozen = chosen.frozen
-            self.spent += chosen.harm
+            self.frozen, self.spent = chosen.frozen, self.spent + chosen.harm
             self._rate_at_freeze = max(reading.lr)
             self.reason = f"predicted cost {chosen.harm:.2g} of {self.budget:.2g}"
             if self.spent > chosen.harm:

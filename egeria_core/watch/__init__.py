@@ -7,7 +7,7 @@ Owns hooks on the model and the optimizer; freezes nothing and decides nothing.
 """
 
 from egeria_core.watch.activations import ActivationMeter
-from egeria_core.watch.forward import LayerMap
+from egeria_core.watch.forward import LayerMap, Prefix
 from egeria_core.watch.layers import Layer, LayerError, find_layers
 from egeria_core.watch.meters import BringsMeter, Meter, MovementMeter, Watched, can_be_read
 
@@ -27,6 +27,7 @@ __all__ = [
     "LayerMap",
     "Meter",
     "MovementMeter",
+    "Prefix",
     "Watched",
     "can_be_read",
     "find_layers",

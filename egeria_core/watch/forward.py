@@ -130,7 +130,10 @@ class ForwardTrace:
         """See what a candidate's output was made from."""
         name = self._name(module)
         if isinstance(module, nn.RNNBase) and not self.costs[name]:
-            self.costs[name] += _recurrent(module, output)  # one operator, which nobody counts
+            # One operator, which nobody counts.
+            rows = [x.numel() / x.shape[-1] for x in tree_leaves(output) if isinstance(x, Tensor)]
+            weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
+            self.costs[name] += 2 * weights * rows[0]
         if name in self._candidates:
             self.upto[name] = self.total
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
@@ -145,20 +148,20 @@ class ForwardTrace:
         calls = self._recorder.calls if self.is_complete else ()
         return {self._name(call.module): call.end for call in calls if call.end >= 0}
 
-    def before(self, boundary: str) -> tuple[list[str], list[str], list[str]]:
+    def before(self, boundary: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the modules that had been called when `boundary` last returned, but those around
         it; those around it whose own code drew random numbers by then; and all of these that drew.
         """
         calls, at = self._recorder.calls, self.order[boundary]
         last = next(call for call in calls if call.end == at)
         begun = dict.fromkeys(self._name(call.module) for call in calls[: last.num_begun])
-        modules = [name for name in begun if not boundary.startswith(name + ".")]
+        modules = tuple(name for name in begun if not boundary.startswith(name + "."))
         first = next(i for i, call in enumerate(calls) if call.module is last.module)
         drew = {calls[i].module for i in self._recorder.drew if i >= 0}
-        around = [m for m in self._recorder.drawing_around(first, self._model) if m.training]
-        names = list(map(self._name, around))
         drawing = {self._name(module) for module in drew if module.training}
-        return modules, names, [*(name for name in modules if name in drawing), *names]
+        holders = self._recorder.drawing_around(first, self._model)
+        around = tuple(self._name(module) for module in holders if module.training)
+        return modules, around, (*(name for name in modules if name in drawing), *around)
 
     def parameters_before(self, boundary: str) -> list[Tensor]:
         """Parameters that feed `boundary`'s output, whichever module owns them."""
@@ -173,11 +176,6 @@ class ForwardTrace:
             handle.remove()
         self._handles.clear()
         self._seen.clear()
-
-
-def _recurrent(module: nn.Module, output: Any) -> float:
-    rows = next((x.numel() / x.shape[-1] for x in tree_leaves(output) if isinstance(x, Tensor)), 0)
-    return 2 * rows * sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
 
 
 class LayerMap:
@@ -224,8 +222,7 @@ class LayerMap:
     def resolve(self) -> None:
         """Settle order and prefixes by the forward that has just run."""
         trace, self._trace = self._trace, None
-        if trace is None:
-            return
+        assert trace is not None, "it is settled already"
         trace.close()
         self.training = self._model.training
         # Inside compiled code nobody watches; what was seen around it would be a part at random.
@@ -247,7 +244,10 @@ class LayerMap:
         )
         names = self._names() | unsharded_names(self._model)
         for boundary in self.boundaries:
-            self.prefixes[boundary] = self._seen(trace, boundary, names)
+            modules, around, drawing = trace.before(boundary)
+            behind = [names[id(p)] for p in trace.parameters_before(boundary) if id(p) in names]
+            parameters = tuple(dict.fromkeys([*self._owned(modules), *behind]))
+            self.prefixes[boundary] = Prefix(modules, parameters, around, drawing)
         if trace.total and all(boundary in trace.upto for boundary in self.boundaries):
             self.parts = [trace.upto[boundary] / trace.total for boundary in self.boundaries]
 
@@ -259,23 +259,14 @@ class LayerMap:
         own = (self._model.get_submodule(name).parameters(recurse=False) for name in modules)
         return [names[id(parameter)] for parameters in own for parameter in parameters]
 
-    def _seen(self, trace: ForwardTrace, boundary: str, names: Mapping[int, str]) -> Prefix:
-        modules, around, drawing = trace.before(boundary)
-        behind = [names[id(p)] for p in trace.parameters_before(boundary) if id(p) in names]
-        parameters = tuple(dict.fromkeys([*self._owned(modules), *behind]))
-        return Prefix(tuple(modules), parameters, tuple(around), tuple(drawing))
-
     def prefix(self, boundary: str) -> Prefix:
         """Return what is in front of `boundary`, itself included."""
         if boundary in self.prefixes:
             return self.prefixes[boundary]
         names = [name for name, _ in self._model.named_modules()]
-        inside = [i for i, n in enumerate(names) if n == boundary or n.startswith(boundary + ".")]
-        modules = tuple(
-            name
-            for name in names[: inside[-1] + 1]
-            if name and (name == boundary or not boundary.startswith(name + "."))
-        )
+        last = max(i for i, name in enumerate(names) if f"{name}.".startswith(f"{boundary}."))
+        inside = (name for name in names[: last + 1] if name)
+        modules = tuple(name for name in inside if not boundary.startswith(f"{name}."))
         drawing = tuple(name for name in modules if draws(self._model.get_submodule(name)))
         found = Prefix(modules, tuple(dict.fromkeys(self._owned(modules))), (), drawing)
         if self.resolved:
@@ -299,23 +290,6 @@ class LayerMap:
         prefixes = map(self.prefix, self.boundaries[:-1])
         found = [new(map(self._model.get_parameter, prefix.parameters)) for prefix in prefixes]
         return [*found, new(self._model.parameters())]
-
-    def tied(self, boundary: str) -> list[tuple[str, str]]:
-        """Return the parameters in front of `boundary` that an active module uses as well.
-
-        As pairs of names of one tensor: in the prefix, and in the active part (a language model's
-        embedding, and its head).
-        """
-        prefix = self.prefix(boundary)
-        mine = {id(self._model.get_parameter(name)): name for name in prefix.parameters}
-        inside = set(prefix.modules)
-        return [
-            (mine[id(parameter)], name)
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            if id(parameter) in mine
-            and name.rpartition(".")[0] not in inside
-            and name != mine[id(parameter)]
-        ]
 
     def close(self) -> None:
         """Take the watching hooks off; idempotent."""

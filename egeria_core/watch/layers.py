@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -42,19 +42,17 @@ class Layer:
     num_parameters: int
     """Scalars in these modules, shared ones counted once in the model."""
 
+    cost: float = field(default=0.0, compare=False, repr=False)
+    """Of their forward, in any unit; 0 for tables that are only looked up."""
+
     @property
     def boundary(self) -> str:
         """Name of the last module: freezing this layer makes it the boundary."""
         return self.modules[-1]
 
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    name: str
-    stage: str
-    num_parameters: int
-    cost: float
-    """Of its forward, in any unit; 0 for a table that is only looked up."""
+    def __add__(self, after: Layer) -> Layer:
+        size, cost = self.num_parameters + after.num_parameters, self.cost + after.cost
+        return Layer(self.modules + after.modules, size, cost)
 
 
 def find_layers(
@@ -86,22 +84,20 @@ def find_layers(
     if num_layers < 2:
         raise ValueError(f"num_layers must be at least 2, got {num_layers}")
     if pattern is not None:
-        units = _matching_units(model, pattern)
+        names = _matching(model, pattern)
     else:
         too_big = 2 * _size(model) / num_layers
-        names = blocks(model, opens=lambda block: _size(block) > too_big and holds_stage(block))
-        units = _count(model, [(name, name.rpartition(".")[0]) for name in names], costs)
+        names = [*blocks(model, opens=lambda b: _size(b) > too_big and holds_stage(b))]
+    layers = _count(model, names, costs)
     if order is not None:
-        units = sorted((u for u in units if u.name in order), key=lambda u: order[u.name])
-    if pattern is not None:
-        layers = [Layer((unit.name,), unit.num_parameters) for unit in units]
-    else:
-        light = 0.0 if costs is None else LIGHT
-        layers = _hand_on(model, _balance(units, num_layers, light))
+        layers = sorted((x for x in layers if x.boundary in order), key=lambda x: order[x.boundary])
+    if pattern is None:
+        layers = _balance(layers, num_layers, 0.0 if costs is None else LIGHT)
+        layers = _hand_on(model, layers)
     while len(layers) > 1 and layers[-1].num_parameters == 0:
         # A head that is tied to the embedding: with all before it frozen, nothing would train.
         *layers, before, head = layers
-        layers.append(Layer(before.modules + head.modules, before.num_parameters))
+        layers.append(before + head)
     if len(layers) < 2:
         raise LayerError(
             f"{type(model).__name__} has {len(layers)} layer(s) "
@@ -125,23 +121,19 @@ def _hand_on(model: nn.Module, layers: list[Layer]) -> list[Layer]:
     handed: list[Layer] = []
     carry: tuple[str, ...] = ()
     for layer in layers[:-1]:
-        names, carry = carry + layer.modules, ()
-        kept = len(names)
-        while kept and not any(True for _ in model.get_submodule(names[kept - 1]).parameters()):
-            kept -= 1
-        moving = (i for i in range(kept, len(names)) if _is_alive(model.get_submodule(names[i])))
-        end = next(moving, len(names))
-        names, carry = names[:end], names[end:]
-        handed.append(Layer(names, layer.num_parameters))
+        names = carry + layer.modules
+        end = len(names)
+        for number, module in reversed([*enumerate(map(model.get_submodule, names))]):
+            if next(module.parameters(), None) is not None:
+                break
+            if any(map(differs_in_training, module.modules())):
+                end = number
+        handed.append(Layer(names[:end], layer.num_parameters))
+        carry = names[end:]
     return [*handed, *(Layer(carry + last.modules, last.num_parameters) for last in layers[-1:])]
 
 
-def _is_alive(module: nn.Module) -> bool:
-    """Whether something inside draws, or has statistics that run, in training mode."""
-    return any(map(differs_in_training, module.modules()))
-
-
-def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
+def _matching(model: nn.Module, pattern: str) -> list[str]:
     names = [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
     inside = [n for n in names if any(n != m and n.startswith(m + ".") for m in names)]
     if inside:
@@ -149,23 +141,21 @@ def _matching_units(model: nn.Module, pattern: str) -> list[_Unit]:
             f"pattern {pattern!r} matches {inside[0]!r} and also a module that contains it; "
             "layers must not overlap"
         )
-    return _count(model, [(name, name) for name in names], None)
+    return names
 
 
 def _count(
-    model: nn.Module, names: list[tuple[str, str]], costs: Mapping[str, float] | None
-) -> list[_Unit]:
-    """Attach sizes and costs; a parameter shared by several units counts for the first."""
+    model: nn.Module, names: Iterable[str], costs: Mapping[str, float] | None
+) -> list[Layer]:
+    """Return a layer per module; a parameter shared by several counts for the first."""
     seen: set[int] = set()
-    units = []
-    for name, stage in names:
-        size = 0
-        for parameter in model.get_submodule(name).parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                size += parameter.numel()
-        units.append(_Unit(name, stage, size, _cost(model, name, costs)))
-    return units
+    layers = []
+    for name in names:
+        own = {id(p): p.numel() for p in model.get_submodule(name).parameters()}
+        size = sum(count for key, count in own.items() if key not in seen)
+        seen |= own.keys()
+        layers.append(Layer((name,), size, _cost(model, name, costs)))
+    return layers
 
 
 def _cost(model: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:
@@ -182,67 +172,47 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _balance(units: Sequence[_Unit], num_layers: int, light: float) -> list[Layer]:
+def _balance(layers: list[Layer], num_layers: int, light: float) -> list[Layer]:
     """Group neighbours into about equal sizes without crossing from one stage into another."""
-    total = sum(unit.num_parameters for unit in units)
-    ideal = total / num_layers
-    groups: list[list[_Unit]] = []
-    for _, run in itertools.groupby(units, key=lambda unit: unit.stage):
+    ideal = sum(layer.num_parameters for layer in layers) / num_layers
+    groups: list[Layer] = []
+    for _, run in itertools.groupby(layers, key=lambda layer: layer.boundary.rpartition(".")[0]):
         stage = list(run)
-        size = sum(unit.num_parameters for unit in stage)
-        groups.extend(_split(stage, max(1, round(size / ideal)) if ideal else 1))
-    groups = _absorb(groups, SMALL * ideal, light * sum(unit.cost for unit in units))
-    return [
-        Layer(tuple(unit.name for unit in group), sum(unit.num_parameters for unit in group))
-        for group in groups
-    ]
+        size = sum(layer.num_parameters for layer in stage)
+        groups.extend(_split(stage, size, max(1, round(size / ideal)) if ideal else 1))
+    return _absorb(groups, SMALL * ideal, light * sum(layer.cost for layer in layers))
 
 
-def _split(stage: list[_Unit], parts: int) -> list[list[_Unit]]:
-    """Cut one stage into `parts` about equal runs; units without weights never start one."""
-    size = sum(unit.num_parameters for unit in stage)
-    groups: list[list[_Unit]] = []
+def _split(stage: list[Layer], size: int, parts: int) -> list[Layer]:
+    """Cut one stage into `parts` about equal runs; what has no weights never starts one."""
+    groups: list[Layer] = []
     done = 0
-    for unit in stage:
-        part = int((done + unit.num_parameters / 2) * parts / size) if size else 0
-        if not groups or (part > len(groups) - 1 and unit.num_parameters > 0):
-            groups.append([])
-        groups[-1].append(unit)
-        done += unit.num_parameters
+    for layer in stage:
+        part = int((done + layer.num_parameters / 2) * parts / size) if size else 0
+        if not groups or (part > len(groups) - 1 and layer.num_parameters > 0):
+            groups.append(layer)
+        else:
+            groups[-1] += layer
+        done += layer.num_parameters
     return groups
 
 
-def _absorb(groups: list[list[_Unit]], least: float, light: float) -> list[list[_Unit]]:
+def _absorb(groups: list[Layer], least: float, light: float) -> list[Layer]:
     """Merge groups with few weights, or whose forward costs little, with what follows (a stem).
 
     The last one stays, light or not, and joins the one before if it is small. Where one layer has
     nearly all the weights, what is in front of it stays a layer.
     """
-
-    def is_small(group: list[_Unit]) -> bool:
-        return sum(unit.num_parameters for unit in group) < least
-
-    def is_enough(group: list[_Unit]) -> bool:
-        cost = sum(unit.cost for unit in group)
-        return not is_small(group) and cost > 0 and cost >= light
-
     if len(groups) < 2:
         return groups
-    merged, last = _merge(groups[:-1], is_enough), groups[-1]
-    while (merged and not is_enough(merged[-1])) or (len(merged) > 1 and is_small(last)):
-        last = merged.pop() + last
-    return [*merged, last] if merged else [groups[0], [*itertools.chain(*groups[1:])]]
-
-
-def _merge(
-    groups: list[list[_Unit]], is_enough: Callable[[list[_Unit]], bool]
-) -> list[list[_Unit]]:
-    """Merge neighbours until each is enough; what is left over in the end is the last group."""
-    merged: list[list[_Unit]] = []
-    carry: list[_Unit] = []
-    for group in groups:
-        carry = carry + group
-        if is_enough(carry):
+    merged: list[Layer] = []
+    carry = nothing = Layer((), 0)
+    for group in groups[:-1]:
+        carry += group
+        if carry.num_parameters >= least and carry.cost > 0 and carry.cost >= light:
             merged.append(carry)
-            carry = []
-    return [*merged, carry] if carry else merged
+            carry = nothing
+    last = carry + groups[-1]
+    while len(merged) > 1 and last.num_parameters < least:
+        last = merged.pop() + last
+    return [*merged, last] if merged else [groups[0], sum(groups[2:], groups[1])]

@@ -11,7 +11,6 @@ import torch
 
 from egeria_cache import BoundaryError
 from egeria_core import Bootstrap, ControllerConfig, Policy, StaticPolicy, sp_loss
-from egeria_core.config import guideline_interval
 from egeria_core.policies import PlasticityPolicy, Reading, make_policy
 from egeria_core.rules import TenfoldDrop
 
@@ -122,8 +121,8 @@ def test_the_drop_counts_from_the_frontmost_freeze_and_for_every_group() -> None
 
 
 def test_guideline_gives_the_papers_interval() -> None:
-    assert 300 <= guideline_interval(78_000, 7, 10) <= 330
-    assert guideline_interval(10, 7, 10) == 1
+    for total, least, most in ((78_000, 300, 330), (10, 1, 1)):
+        assert least <= ControllerConfig(total_steps=total).interval(7, "plasticity") <= most
 
 
 def test_static_moves_at_its_steps_and_knows_its_names() -> None:

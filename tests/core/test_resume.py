@@ -111,7 +111,7 @@ def test_a_resumed_run_takes_the_same_decisions_at_the_same_steps(policy: Any, c
 
 def test_the_loss_that_ends_the_bootstrapping_stage_is_that_of_the_rank_that_measures() -> None:
     run = Run()
-    run.controller._ranks.agree = lambda *means: [7.0]  # type: ignore[method-assign]
+    run.controller._ranks.agree = lambda mean: 7.0  # type: ignore[method-assign]
     run.train(range(2))
     assert [record["loss"] for record in run.controller.history.of("bootstrap")] == [7.0]
 
