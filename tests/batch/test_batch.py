@@ -396,5 +396,5 @@ def test_what_is_given_another_float_each_time_is_followed_no_more_until_another
     followed = [isinstance(x * (number / 64), BatchTensor) for number in range(2, 18)]
     assert followed == [True] * 8 + [False] * 8
     assert all(isinstance(x * number, BatchTensor) for number in range(2, 18))
-    with ActivationCache(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path, "0"):
+    with ActivationCache(nn.Linear(2, 2), tmp_path):
         assert isinstance(x * (2 / 3), BatchTensor)
