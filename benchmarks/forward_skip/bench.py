@@ -195,7 +195,7 @@ def opened(
 
 def wait_for_readers(cache: ActivationCache) -> None:
     """Return once none of them reads: each has come to the same point."""
-    count = cache.api.readers._threads._max_workers
+    count = cache.api.readers._max_workers
     together = threading.Barrier(count)
     for done in [cache.api.readers.submit(together.wait) for _ in range(count)]:
         done.result()
