@@ -62,7 +62,7 @@ NAMED = (
     ("reading", prefetch.Prefetcher, "read_now"),
     ("putting the batch together", assembly.Assembly, "assemble"),
     ("putting the batch together", assembly.Assembly, "_batch"),
-    ("tagged tensors", assembly, "without_data"),
+    ("tagged tensors", batch, "without_data"),
     ("tagged tensors", batch.BatchTensor, "__torch_function__"),
     ("the rest of next()", one_pass.Pass, "__next__"),
     ("gate: timing of whole steps", loader_api.LoaderApi, "note_step"),

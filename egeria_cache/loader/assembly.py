@@ -12,26 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria_cache import batch as batches
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import (
     Batch,
     BatchTensor,
     Entry,
     Lengths,
-    PartEntry,
     Rows,
     Structure,
-    at_rows,
     flatten,
-    forget_lost,
     is_dense,
-    is_faithful,
-    is_rows,
-    merge_rows,
-    overlap,
-    own_containers,
-    row_meta,
-    without_data,
 )
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
@@ -60,9 +51,10 @@ class Assembly:
         source: The loader's samples.
     """
 
+    cache: LoaderApi
+    """Of the pass that began last."""
+
     def __init__(self, source: LoaderSource) -> None:
-        self.cache: LoaderApi | None = None
-        """Of the pass that began last."""
         self._source = source
         self._mean_length, self._num_padded = 0.0, 0
         """Of its batches, where samples are padded."""
@@ -71,18 +63,17 @@ class Assembly:
 
     def assemble(self, plan: Plan, loaded: Loaded) -> Any:
         """Return the batch: `loaded` holds the collated misses, if there are any."""
-        cache, is_whole = self.cache, plan.entry is None or plan.loads_hits
-        if cache is None or (plan.entry is None and cache.boundary is None):
+        is_whole = plan.entry is None or plan.loads_hits
+        if plan.entry is None and self.cache.boundary is None:
             return loaded.data
         try:
             return self._assembled(plan, loaded)
         except Exception as error:
-            cache.failed(self._source.key, error)
+            self.cache.failed(self._source.key, error)
         plan.entry = None
         return loaded.data if is_whole else self._source.load(plan.task)
 
     def _assembled(self, plan: Plan, loaded: Loaded) -> Any:
-        assert self.cache is not None
         entry, missing = plan.entry, loaded.data
         if entry is None or plan.loads_hits:
             began = time.perf_counter()
@@ -103,7 +94,7 @@ class Assembly:
             misses, kept = lengths.widened(misses), lengths.widened(kept)
         leaves: dict[str, Rows] = {**misses, **view.constants_for(len(plan.task.ids)), **kept}
         for path in view.kept if num_misses else ():
-            leaves[path] = merge_rows(entry.hit, kept[path], misses[path])
+            leaves[path] = batches.merge_rows(entry.hit, kept[path], misses[path])
         batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
         tagged = self._tagged(batch, leaves, kept)
         for path in view.dropped:
@@ -112,12 +103,11 @@ class Assembly:
             if lengths is not None:
                 own = lengths.padding.shape(path, row, lengths.whole)
             whole = _meta((batch.size, *own), row.dtype)
-            tagged[path] = without_data(whole, batch, path, misses.get(path))
+            tagged[path] = batches.without_data(whole, batch, path, misses.get(path))
         return view.structure.rebuild(tagged)
 
     def _load_instead(self, plan: Plan) -> Any:
         """Load a whole batch in this process: what was planned to be read cannot be."""
-        assert self.cache is not None
         assert plan.entry is not None
         self.cache.counters.counts.refetched += plan.entry.num_hits
         task = plan.task.take(np.ones(len(plan.task.ids), bool))
@@ -127,67 +117,102 @@ class Assembly:
 
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
-        assert self.cache is not None
-        key, source = self._source.key, self._source
-        if self.cache.is_plain(key) or self.cache.is_refused(key):
+        source, size = self._source, len(plan.task.ids)
+        if self.cache.is_plain(source.key) or self.cache.is_refused(source.key):
             self._count(plan)
             return loaded.data
-        studies = source.has_own_collate and self._stores(plan)
+        structure, leaves = flatten(loaded.data, size)
+        if not self._is_understood(structure, loaded.data, leaves, size):
+            plan.entry = None
+            return loaded.data
+        # What is loaded to look at may lie in the same memory.
+        source.yields(leaves.values())
+        studies, batch = source.has_own_collate and self._stores(plan), None
         if source.study.company is None or not studies:
-            if studies:
-                # What is loaded to look at may lie in the same memory, and in the same containers.
-                structure, leaves = flatten(loaded.data, len(plan.task.ids))
-                source.yields(leaves.values())
             with Attempt() as tried:
-                return self._tag_apart(plan, loaded, studies=studies)
-            assert tried.error is not None
-            if not studies:
-                raise tried.error
-            loaded = loaded._replace(data=structure.rebuild(leaves))
-            self.cache.load_together(source, _why(tried.error))
-        with Attempt() as tried:
-            return self._tag_together(plan, loaded)
-        is_ours = isinstance(tried.error, EgeriaError)
-        self.cache.leave_uncached(key, str(tried.error) if is_ours else source.study.company or "")
-        return loaded.data
+                batch = self._apart(plan, loaded, structure, leaves, studies=studies)
+            if (error := tried.error) is not None:
+                if not studies:
+                    raise error
+                why = f"its samples cannot be loaded again and collated alone: {error!r}"
+                why = str(error) if isinstance(error, EgeriaError) else why
+                self.cache.load_together(source, why)
+        if batch is None:
+            with Attempt() as tried:
+                batch = self._together(plan, loaded, structure, leaves)
+            if batch is None:
+                is_ours = isinstance(tried.error, EgeriaError)
+                why = str(tried.error) if is_ours else source.study.company or ""
+                self.cache.leave_uncached(source.key, why)
+                return structure.rebuild(leaves)
+        if plan.entry is None:
+            self._count(plan)
+        tagged = self._tagged(batch, leaves, batch.leaves)
+        return batches.own_containers(loaded.data, structure.rebuild(tagged))
 
-    def _tag_apart(self, plan: Plan, loaded: Loaded, *, studies: bool) -> Any:
+    def _apart(
+        self,
+        plan: Plan,
+        loaded: Loaded,
+        structure: Structure,
+        leaves: dict[str, Any],
+        *,
+        studies: bool,
+    ) -> Batch:
         """Return a batch whose samples are each what they are alone.
 
         Raises:
             Exception: They are not, or cannot be loaded again and collated alone.
         """
-        assert self.cache is not None
-        data, lengths = loaded.data, None
+        source, study, lengths = self._source, self._source.study, None
         entry, plan.entry = plan.entry, None
-        structure, leaves = flatten(data, len(plan.task.ids))
-        if not self._is_understood(structure, data, leaves, len(plan.task.ids)):
-            return data
         if studies:
-            if self._source.study.look_for_padding(plan.task, leaves):
-                self.cache.padding_found(self._source.key)
+            if study.look_for_padding(plan.task, leaves):
+                self.cache.padding_found(source.key)
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
             # Before padding was found, a sample that is padded was not what it is alone.
-            if loaded.differs is not None and self._source.study.padding is None:
+            if loaded.differs is not None and study.padding is None:
                 raise EgeriaError(_MOVED.format(loaded.differs))
-            lengths = self._own_lengths(plan, leaves, loaded)
+            if study.padding is not None:
+                measured = self._measured(plan, loaded)
+                lengths = Lengths(study.padding, measured, study.padding.sizes(leaves))
+        if lengths is not None and not lengths.are_tight:
+            raise EgeriaError(
+                f"a batch is {lengths.whole} long, and its longest samples {lengths.own.max(0)}: "
+                "the collate_fn cuts samples, packs them, or pads them to another length",
+            )
         plan.entry = self._still_true(entry, leaves)
         batch = self._batch(plan, leaves, structure, {}, lengths)
-        padding = self._source.study.padding
-        if plan.control is not None and padding is not None:
+        if plan.control is not None and study.padding is not None:
             with Attempt():
-                plan.size = self._size(len(plan.task.ids), padding.sizes(leaves))
-        if studies and (why_not := self._source.why_not_cacheable(batch)) is not None:
+                plan.size = self._size(batch.size, study.padding.sizes(leaves))
+        if studies and (why_not := source.why_not_cacheable(batch)) is not None:
             # Asked before the model is, which might fail at such a batch otherwise.
             raise EgeriaError(why_not)
-        if plan.entry is None:
-            self._count(plan)
-        return own_containers(data, structure.rebuild(self._tagged(batch, leaves, leaves)))
+        return batch
+
+    def _together(
+        self, plan: Plan, loaded: Loaded, structure: Structure, leaves: dict[str, Any]
+    ) -> Batch:
+        """Return a batch that was loaded whole, as it is: its hits enter the model all the same.
+
+        What the samples have as their own is tagged; of the rest nothing is known, and nothing that
+        is stored may depend on it.
+
+        Raises:
+            Exception: No leaf is the samples' own.
+        """
+        study, entry = self._source.study, plan.entry
+        found = study.find(plan.task, loaded, leaves)
+        if found.is_new:
+            self.cache.padding_found(self._source.key)
+        if entry is not None and not (entry.view.padding == study.padding and entry.ready()):
+            plan.entry = None
+        return self._batch(plan, found.own, structure, {}, found.lengths, found)
 
     def _count(self, plan: Plan) -> None:
         """Count a batch that was loaded; its hits are counted once they are used."""
-        assert self.cache is not None
         is_random = self._source.is_random
         self.cache.counters.batch(len(plan.task.ids), None, is_random=is_random)
 
@@ -195,13 +220,13 @@ class Assembly:
         self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the leaves of a batch, of which those that the samples own know these."""
-        assert self.cache is not None
         only = self.cache.tagged_leaves(self._source.key)
         chosen = own.keys() if only is None else own.keys() & only
-        tagged = {
-            path: _wrap(leaf, batch, path) if path in chosen else leaf
-            for path, leaf in leaves.items()
-        }
+        tagged = dict(leaves)
+        for path in chosen:
+            rows = leaves[path]
+            if isinstance(rows, Tensor) and batches.is_rows(rows, batch.size):
+                tagged[path] = BatchTensor.wrap(rows, batch, path)
         self.cache.count_yielded()
         self._source.yields(tagged.values())
         return tagged
@@ -216,7 +241,6 @@ class Assembly:
             prints = row_prints([leaves[path] for path in sorted(entry.view.cut.read)])
             if torch.equal(entry.kept[PRINT], prints[entry.hit]):  # type: ignore[arg-type]
                 return entry
-        assert self.cache is not None
         self.cache.draws_count(self._source)
         return None
 
@@ -229,59 +253,16 @@ class Assembly:
         self._mean_length += (length - self._mean_length) / self._num_padded
         return num_samples * length / max(self._mean_length, 1.0)
 
-    def _tag_together(self, plan: Plan, loaded: Loaded) -> Any:
-        """Return a batch that was loaded whole, as it is: its hits enter the model all the same.
-
-        What the samples have as their own is tagged; of the rest nothing is known, and nothing that
-        is stored may depend on it.
-        """
-        cache, source, study, data = self.cache, self._source, self._source.study, loaded.data
-        assert cache is not None
-        assert study.company is not None
-        structure, leaves = flatten(data, len(plan.task.ids))
-        if not self._is_understood(structure, data, leaves, len(plan.task.ids)):
-            return data
-        source.yields(leaves.values())
-        found = study.find(plan.task, loaded, leaves)
-        if found.is_new:
-            cache.padding_found(source.key)
-        padding, entry = study.padding, plan.entry
-        if entry is not None and not (entry.view.padding == padding and entry.ready()):
-            plan.entry = None
-        if plan.entry is None:
-            self._count(plan)
-        batch = self._batch(plan, found.own, structure, {}, found.lengths, found)
-        return own_containers(data, structure.rebuild(self._tagged(batch, leaves, found.own)))
-
     def _stores(self, plan: Plan) -> bool:
         """Whether rows of a batch may be stored; else it is computed as without a cache, as a
         control is of which all is stored that will be read.
         """
-        if self.cache is None or not self.cache.may_store(self._source.key):
-            return False
-        if plan.task.seed is None:
+        if plan.task.seed is None or not self.cache.may_store(self._source.key):
             return False
         control = plan.control
         if control is None or (control.num_misses and self._source.served == 1):
             return True
         return control.view not in self.cache.views(self._source.key)[:1]
-
-    def _own_lengths(self, plan: Plan, leaves: Mapping[str, Any], loaded: Loaded) -> Lengths | None:
-        """Return how long the samples of a loaded batch are, where it is padded.
-
-        Raises:
-            EgeriaError: They cannot be told.
-        """
-        padding = self._source.study.padding
-        if padding is None:
-            return None
-        lengths = Lengths(padding, self._measured(plan, loaded), padding.sizes(leaves))
-        if lengths.are_tight:
-            return lengths
-        raise EgeriaError(
-            f"a batch is {lengths.whole} long, and its longest samples {lengths.own.max(0)}: the "
-            "collate_fn cuts samples, packs them, or pads them to another length",
-        )
 
     def _measured(self, plan: Plan, loaded: Loaded) -> np.ndarray:
         """Return the lengths of loaded samples, int64, shape (B, axes).
@@ -320,11 +301,10 @@ class Assembly:
     ) -> bool:
         """Whether batches like this can be taken apart and built again, found with the first."""
         if self._rebuilds is None:
+            self._rebuilds = False
             with Attempt():
-                self._rebuilds = is_faithful(structure, data, leaves, size)
-            self._rebuilds = bool(self._rebuilds)
+                self._rebuilds = batches.is_faithful(structure, data, leaves, size)
             if not self._rebuilds:
-                assert self.cache is not None
                 self.cache.leave_uncached(
                     self._source.key,
                     f"its batches, of class {type(data).__qualname__}, cannot be built from parts",
@@ -342,38 +322,40 @@ class Assembly:
     ) -> Batch:
         source, task, entry = self._source, plan.task, plan.entry
         size, view = len(task.ids), None if entry is None else entry.view
-        plan.size = float(size) if lengths is None else self._size(size, lengths.whole)
+        plan.size = self._size(size, None if lengths is None else lengths.whole)
         is_read = entry is not None and not entry.num_misses
         stores = is_read or self._stores(plan)
         constants, metas = dict[str, Any](), dict(rows)
         kinds: dict[str, type] = dict.fromkeys(rows, Tensor)
         for path, leaf in leaves.items():
-            if path in view.constants if view is not None else not is_rows(leaf, size):
+            if path in view.constants if view is not None else not batches.is_rows(leaf, size):
                 is_own = isinstance(leaf, Tensor) and is_dense(leaf)
                 constants[path] = leaf.clone() if is_own else leaf
                 continue
             kinds[path] = type(leaf)
             if isinstance(leaf, Tensor) and not (is_read and path in rows):
                 padding = None if lengths is None else lengths.padding
-                metas[path] = row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
-        forget_lost(constants)
+                metas[path] = (
+                    batches.row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
+                )
+        batches.forget_lost(constants)
         age = source.fingerprint.age
-        if entry is not None and self.cache is not None:
+        if entry is not None:
             entry.is_given, count = True, self.cache.counters.batch
             entry.on_load = partial(count, size, entry.hit, is_random=source.is_random)
         entering: Entry | None = entry
-        load_rows = partial(_load_rows, self.cache, source, task, lengths)
         if found is not None:
             task, stores = task.at(found.order), stores and not is_read
-            load_rows = partial(_load_own, source, task, lengths, tuple(leaves))
             if entry is not None and found.order != list(range(size)):
-                entering = PartEntry(entry, entry.load, np.array(found.order))
+                entering = batches.PartEntry(entry, entry.load, np.array(found.order))
         return Batch(
             ids=task.ids,
             draws=np.array(task.draws, np.int64),
             loader_name=source.key,
             leaves=leaves,
-            load_rows=load_rows,
+            load_rows=partial(
+                _load_rows, self.cache, source, task, lengths, None if found is None else [*leaves]
+            ),
             planned_entry=entering,
             context=BatchContext(source, structure, task, metas, kinds, constants, age),
             may_be_stored=stores,
@@ -390,39 +372,26 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _load_rows(
-    cache: LoaderApi | None,
+    cache: LoaderApi,
     source: LoaderSource,
     task: Task,
     lengths: Lengths | None,
+    own: list[str] | None,
     rows: np.ndarray,
 ) -> Mapping[str, Rows]:
-    """Load some rows of a batch that was yielded without them, as long as the batch is."""
-    if cache is not None:
-        cache.counters.counts.refetched += int(rows.sum())
-    leaves = flatten(source.load(task.take(rows)), int(rows.sum()))[1]
+    """Load some rows of a batch once more, as long as the batch is, and in its order; `own` are the
+    leaves that are its samples' own where batches are loaded whole.
+    """
+    task, size = task.take(rows), int(rows.sum())
+    cache.counters.counts.refetched += size
+    if own is None:
+        leaves = flatten(source.load(task), size)[1]
+    else:
+        loaded = source.measure(task)
+        assert loaded.places is not None
+        again, back = flatten(loaded.data, size)[1], np.argsort(loaded.places.order)
+        leaves = {path: batches.at_rows(again[path], back) for path in own}
     return leaves if lengths is None else lengths.widened(leaves)
-
-
-def _load_own(
-    source: LoaderSource,
-    task: Task,
-    lengths: Lengths | None,
-    paths: tuple[str, ...],
-    rows: np.ndarray,
-) -> Mapping[str, Any]:
-    """Load some samples again, in the order in which they stand in the batch."""
-    loaded = source.measure(task.take(rows))
-    assert loaded.places is not None
-    leaves = flatten(loaded.data, int(rows.sum()))[1]
-    back = np.argsort(loaded.places.order)
-    again = {path: at_rows(leaves[path], back) for path in paths}
-    return again if lengths is None else lengths.widened(again)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, EgeriaError):
-        return str(error)
-    return f"its samples cannot be loaded again and collated alone: {error!r}"
 
 
 def _shared(leaves: Mapping[str, Any]) -> str | None:
@@ -431,10 +400,4 @@ def _shared(leaves: Mapping[str, Any]) -> str | None:
     if len({leaf.untyped_storage().data_ptr() for leaf in dense.values()}) == len(dense):
         return None
     pairs = combinations(dense.items(), 2)
-    return next((path for (_, one), (path, other) in pairs if overlap(one, other)), None)
-
-
-def _wrap(rows: Any, batch: Batch, path: str) -> Any:
-    if isinstance(rows, Tensor) and is_rows(rows, batch.size):
-        return BatchTensor.wrap(rows, batch, path)
-    return rows
+    return next((path for (_, one), (path, other) in pairs if batches.overlap(one, other)), None)

@@ -79,7 +79,8 @@ class Pass:
         self._since, self._num_calls = 0.0, 0
         self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
-        self._assembly.cache = cache
+        if cache is not None:
+            self._assembly.cache = cache
         # Workers have data of their own, as they have under DataLoader.
         self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
@@ -176,7 +177,9 @@ class Pass:
             with self._beside():
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
-        batch = self._assembly.assemble(plan, loaded)
+        batch = loaded.data
+        if self._cache is not None:
+            batch = self._assembly.assemble(plan, loaded)
         self._progress.count()
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache

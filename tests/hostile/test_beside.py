@@ -28,7 +28,7 @@ PLACES = {
     "wants_control",
     "gate.policy": "AuditPlan.choose Counters.model_called",
     "loader.assembly.Assembly": "_batch",
-    "loader.assembly": "is_faithful",
+    "batch": "is_faithful",
     "loader.plan": "best_entry",
     "prefetch.prefetcher.PlannedEntry": "load ready",
     "prefetch.prefetcher.Prefetcher": "start",
