@@ -27,7 +27,6 @@ from egeria_cache.batch.batch import (
     merge_rows,
     overlap,
     own_containers,
-    row_meta,
     take_rows,
 )
 from egeria_cache.batch.chain import Fold
@@ -47,6 +46,5 @@ __all__ = [
     "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Lengths", "Padding",
     "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting", "flatten",
     "forget_lost", "forget_trials", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows",
-    "lost_by", "merge_rows", "overlap", "own_containers", "row_meta", "take_rows", "unwrap",
-    "without_data",
+    "lost_by", "merge_rows", "overlap", "own_containers", "take_rows", "unwrap", "without_data",
 ]  # fmt: skip

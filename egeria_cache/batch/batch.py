@@ -520,11 +520,6 @@ def counting(like: Any, batch_size: int) -> Any:
     return torch.full_like(like, batch_size) if isinstance(like, Tensor) else batch_size
 
 
-def row_meta(rows: Tensor) -> Tensor:
-    """Return a meta tensor that stands for one row, shape (1, ...)."""
-    return torch.empty((1, *rows.shape[1:]), dtype=rows.dtype, device="meta")
-
-
 def own_containers(given: Any, built: Any) -> Any:
     """Return the caller's own containers where nothing in them was replaced: they may be filled."""
     if type(given) in (list, tuple) and len(given) == len(built):

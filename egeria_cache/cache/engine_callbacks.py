@@ -106,7 +106,7 @@ class EngineCallbacks:
                 structure=context.structure,
                 rows=context.metas,
                 dropped=tuple(sorted(cut.dropped)),
-                kept=self._kept_beside(context, cut, name),
+                kept=self._kept_beside(batch, cut),
                 device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
@@ -133,15 +133,16 @@ class EngineCallbacks:
         if self._status.is_news("arguments"):
             log.warning("nothing is served: %s", self._counters.passing)
 
-    def _kept_beside(self, context: BatchContext, cut: Cut, name: str) -> dict[str, type]:
+    def _kept_beside(self, batch: Batch, cut: Cut) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
+        context: BatchContext = batch.context
         if context.source.loads_hits:
             return {PRINT: Tensor}
-        return {
-            path: kind
-            for path, kind in context.kinds.items()
-            if path not in cut.dropped and name not in self._status.together
-        }
+        if batch.loader_name in self._status.together:
+            return {}
+        kinds: dict[str, type] = dict.fromkeys(context.metas, Tensor)
+        kinds |= {path: type(leaf) for path, leaf in batch.leaves.items()}
+        return {p: kind for p, kind in kinds.items() if p not in {*cut.dropped, *context.constants}}
 
     def _look_at_draws(self, batch: Batch, cut: Cut) -> None:
         """Find out whether random draws change what the front reads, and say so if not."""

@@ -14,16 +14,7 @@ from torch import Tensor
 
 from egeria_cache import batch as batches
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import (
-    Batch,
-    BatchTensor,
-    Entry,
-    Lengths,
-    Rows,
-    Structure,
-    flatten,
-    is_dense,
-)
+from egeria_cache.batch import Batch, BatchTensor, Lengths, Padding, Rows, Structure, flatten
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
 from egeria_cache.prefetch import PRINT
@@ -326,24 +317,19 @@ class Assembly:
         is_read = entry is not None and not entry.num_misses
         stores = is_read or self._stores(plan)
         constants, metas = dict[str, Any](), dict(rows)
-        kinds: dict[str, type] = dict.fromkeys(rows, Tensor)
+        padding = Padding((), {}) if lengths is None else lengths.padding
         for path, leaf in leaves.items():
             if path in view.constants if view is not None else not batches.is_rows(leaf, size):
-                is_own = isinstance(leaf, Tensor) and is_dense(leaf)
+                is_own = isinstance(leaf, Tensor) and batches.is_dense(leaf)
                 constants[path] = leaf.clone() if is_own else leaf
-                continue
-            kinds[path] = type(leaf)
-            if isinstance(leaf, Tensor) and not (is_read and path in rows):
-                padding = None if lengths is None else lengths.padding
-                metas[path] = (
-                    batches.row_meta(leaf) if padding is None else padding.row_meta(path, leaf)
-                )
+            elif isinstance(leaf, Tensor) and not (is_read and path in rows):
+                metas[path] = padding.row_meta(path, leaf)
         batches.forget_lost(constants)
         age = source.fingerprint.age
         if entry is not None:
             entry.is_given, count = True, self.cache.counters.batch
             entry.on_load = partial(count, size, entry.hit, is_random=source.is_random)
-        entering: Entry | None = entry
+        entering: batches.Entry | None = entry
         if found is not None:
             task, stores = task.at(found.order), stores and not is_read
             if entry is not None and found.order != list(range(size)):
@@ -357,7 +343,7 @@ class Assembly:
                 _load_rows, self.cache, source, task, lengths, None if found is None else [*leaves]
             ),
             planned_entry=entering,
-            context=BatchContext(source, structure, task, metas, kinds, constants, age),
+            context=BatchContext(source, structure, task, metas, constants, age),
             may_be_stored=stores,
             lengths=lengths,
             mixed={} if found is None else found.mixed,
@@ -396,7 +382,7 @@ def _load_rows(
 
 def _shared(leaves: Mapping[str, Any]) -> str | None:
     """Name a leaf that has elements in common with one before it; None if none has."""
-    dense = {path: leaf for path, leaf in leaves.items() if is_dense(leaf)}
+    dense = {path: leaf for path, leaf in leaves.items() if batches.is_dense(leaf)}
     if len({leaf.untyped_storage().data_ptr() for leaf in dense.values()}) == len(dense):
         return None
     pairs = combinations(dense.items(), 2)

@@ -51,8 +51,6 @@ class BatchContext:
     """How its samples were loaded, or would be."""
     metas: Mapping[str, Tensor]
     """Meta tensor of one row of each tensor leaf, of size 1 where samples are padded."""
-    kinds: Mapping[str, type]
-    """Type of each leaf that has rows."""
     constants: Mapping[str, Any]
     """The other leaves."""
     age: int
