@@ -9,6 +9,7 @@ together as DataLoader would have given it (`assembly.py`), its tensors knowing 
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import time
@@ -25,26 +26,13 @@ from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.resume import Progress, ResumableLoader
-from egeria_cache.samples import (
-    DEFAULT_REUSE,
-    RESTLESS,
-    Draws,
-    Loaded,
-    LoaderSource,
-    task_loader,
-)
+from egeria_cache.samples import DEFAULT_REUSE, RESTLESS, Draws, Loaded, LoaderSource
 from egeria_cache.threads import in_turns
 
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
-_ARGUMENTS = (
-    "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
-    "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "cache", "seed",
-    "reuse", "augmentation_variants", "name", "sample_id", "sample_version",
-)  # fmt: skip
 _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
-"""Those of them that a batch sampler replaces."""
+"""Arguments that a batch sampler replaces."""
 _LOADERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Those that are served, or seed their samples, by key: the latest last."""
 MAX_CHANGES = 3
@@ -336,16 +324,9 @@ class EgeriaLoader(ResumableLoader[T_co]):
         ahead = last.ahead or 0
         return ahead, min(last.since, epoch + ahead)
 
-    def _inner_loader(
-        self, tasks: TaskSource, generator: torch.Generator | None
-    ) -> DataLoader[Loaded]:
-        """Return a DataLoader whose workers load tasks."""
-        return task_loader(
-            self.source.samples, tasks, num_workers=self.num_workers, pin_memory=self.pin_memory,
-            generator=generator, prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device, **self._worker_options(),
-        )  # fmt: skip
+
+_ARGUMENTS = [name for name in inspect.signature(EgeriaLoader).parameters if name != "shuffle"]
+"""They are attributes, too."""
 
 
 def _check_cache(cache: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ from egeria_cache.batch import forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import Prefetcher
-from egeria_cache.samples import Loaded, LoaderSource
+from egeria_cache.samples import Loaded, LoaderSource, task_loader
 from egeria_cache.threads import outside_inference_mode
 
 if TYPE_CHECKING:
-    from egeria_cache.cache import LoaderApi
+    pass
 
 
 class TaskSource:
@@ -59,8 +59,11 @@ class Pass:
         self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
         if cache is not None:
+            num_batches = None
+            with suppress(TypeError):  # nobody knows
+                num_batches = len(loader)
             with self._beside():
-                cache.begins(self._source.key, progress.epoch, _num_batches(loader))
+                cache.begins(self._source.key, progress.epoch, num_batches)
         self._prefetcher = Prefetcher(
             None if cache is None else cache.readers,
             ring_batches=0 if cache is None else cache.ring_batches,
@@ -68,8 +71,7 @@ class Pass:
         )
         self._planner = Planner(
             batches, loader.source, progress.clock, cache, self._prefetcher,
-            beside=self._beside, first_number=progress.yielded,
-            num_foreseeable=num_foreseeable(loader.batch_sampler),
+            self._beside, progress.yielded, num_foreseeable(loader.batch_sampler),
         )  # fmt: skip
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
@@ -126,10 +128,8 @@ class Pass:
         try:
             if self._loads_here and not self._planner.planned and self._is_unfrozen():
                 return self._load_at_once()
-            if torch.is_inference_mode_enabled():
-                with outside_inference_mode():
-                    return self._next()
-            return self._next()
+            with outside_inference_mode():
+                return self._next()
         except StopIteration:
             self._progress.finished = True
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
@@ -137,19 +137,14 @@ class Pass:
             with self._beside():
                 if not self._is_beside():
                     self._loader._ask_data_again(at_end=True)
-                if self._cache is not None:
-                    self._note_end(self._cache)
-                    self._cache.log_epoch(self._loader.name, self._progress.epoch)
+                clock, cache = self._progress.clock, self._cache
+                if cache is not None and cache.boundary is not None:
+                    cache.note_pass(self._loader.source, clock)
+                    cache.log_epoch(self._loader.name, self._progress.epoch)
+                elif cache is not None:  # one that is set from now on begins with the next draws
+                    self._progress.since = clock.tick + 1
             self._end()
             raise
-
-    def _note_end(self, cache: LoaderApi) -> None:
-        """Tell where the random draws stand; a boundary set from now on begins with the next."""
-        clock = self._progress.clock
-        if cache.boundary is None:
-            self._progress.since = clock.tick + 1
-        else:
-            cache.note_pass(self._loader.source, clock)
 
     def _next(self) -> Any:
         asked = self._note_step()
@@ -246,21 +241,17 @@ class Pass:
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader
-        if not loader.persistent_workers:
-            tasks = TaskSource()
-            tasks.serves = self._planner, self._prefetcher, self._progress
-            return iter(loader._inner_loader(tasks, self._inner_generator))
-        if loader._persistent is None:
-            tasks = TaskSource()
-            loader._persistent = tasks, loader._inner_loader(tasks, self._inner_generator)
-            loader._iterator = None  # of a DataLoader that was taken over: its workers end
-        tasks, inner = loader._persistent
+        tasks, inner = loader._persistent or (TaskSource(), None)
         tasks.serves = self._planner, self._prefetcher, self._progress
+        if inner is None:
+            inner = task_loader(
+                self._source.samples, tasks, num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory, generator=self._inner_generator,
+                prefetch_factor=loader.prefetch_factor,
+                persistent_workers=loader.persistent_workers,
+                pin_memory_device=loader.pin_memory_device, **loader._worker_options(),
+            )  # fmt: skip
+        if loader._persistent is None and loader.persistent_workers:
+            loader._persistent = tasks, inner
+            loader._iterator = None  # of a DataLoader that was taken over: its workers end
         return iter(inner)
-
-
-def _num_batches(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # nobody knows
-        return None

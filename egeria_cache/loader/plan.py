@@ -11,22 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 from egeria_cache.batch import SampleId
 from egeria_cache.loader.samplers import ShardAffineSampler
@@ -38,14 +30,9 @@ if TYPE_CHECKING:
     from egeria_cache.cache import LoaderApi
 
 _DRAW_AT_ONCE = (
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    ShardAffineSampler,
-    range,
-    tuple,
-)
+    data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler,
+    data.DistributedSampler, ShardAffineSampler, range, tuple,
+)  # fmt: skip
 """Whatever they draw, they draw with their first sample."""
 
 _ACCELERATE = "accelerate.data_loader"
@@ -68,9 +55,8 @@ def num_foreseeable(batch_sampler: Any) -> int:
     inner = batch_sampler
     while _name(inner) in _WRAPPERS:
         inner = inner.batch_sampler
-    if type(inner) is not BatchSampler or not _draws_at_once(inner.sampler):
-        return 0
-    return len(batch_sampler) - 1
+    is_known = type(inner) is data.BatchSampler and _draws_at_once(inner.sampler)
+    return len(batch_sampler) - 1 if is_known else 0
 
 
 def _name(thing: Any) -> tuple[str, str]:
@@ -80,7 +66,7 @@ def _name(thing: Any) -> tuple[str, str]:
 def _draws_at_once(sampler: Any) -> bool:
     if type(sampler) in _DRAW_AT_ONCE:
         return True
-    if type(sampler) is not RandomSampler and _name(sampler) not in _PERMUTES:
+    if type(sampler) is not data.RandomSampler and _name(sampler) not in _PERMUTES:
         return False
     # Without a generator it makes one of its own; else it may be anybody's.
     is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -131,6 +117,7 @@ def best_entry(
     return best
 
 
+@dataclass(eq=False)
 class Planner:
     """Draws index batches ahead of the training loop and plans each of them once.
 
@@ -138,52 +125,36 @@ class Planner:
     its workers want them), the training loop takes the plans. Single-threaded.
     """
 
-    def __init__(
-        self,
-        index_batches: Iterator[Sequence[Any]],
-        source: LoaderSource,
-        clock: Clock,
-        cache: LoaderApi | None,
-        prefetcher: Prefetcher,
-        *,
-        beside: Callable[[], AbstractContextManager[Any]],
-        first_number: int,
-        num_foreseeable: int,
-    ) -> None:
-        """Plan the batches of one epoch.
+    index_batches: Iterator[Sequence[Any]]
+    """What the batch sampler draws."""
+    source: LoaderSource
+    clock: Clock
+    """Which random draws of the samples this pass uses."""
+    cache: LoaderApi | None
+    """Says what can be read at the moment."""
+    prefetcher: Prefetcher
+    """Reads the hits of plans that come near."""
+    beside: Callable[[], AbstractContextManager[Any]]
+    """What goes wrong inside of it is none of the loop's errors."""
+    next_number: int
+    num_foreseeable: int
+    """Batches below this number may be drawn ahead."""
+    is_read: bool = False
+    """Whether all of the batch that was planned last is to be read."""
+    planned: deque[Plan] = field(default_factory=deque)
+    """Beyond what was taken."""
+    undispatched: deque[Task] = field(default_factory=deque)
+    """What of them is still to be loaded."""
+    is_midway: bool = False
+    """Whether more batches are to come than the last few, ahead of need."""
+    unread: deque[PlannedEntry] = field(default_factory=deque)
+    """What nobody has begun to read."""
+    window: int = 0
+    """Batches beyond the next one that are planned; none while nothing can be read."""
 
-        Args:
-            index_batches: What the batch sampler draws.
-            source: The loader's samples.
-            clock: Which random draws of them this pass uses.
-            cache: Says what can be read at the moment.
-            prefetcher: Reads the hits of plans that come near.
-            beside: What goes wrong inside of it is none of the loop's errors.
-            first_number: Number of the first batch.
-            num_foreseeable: Batches below this number may be drawn ahead.
-        """
-        self._index_batches = index_batches
-        self._source, self._clock, self._cache = source, clock, cache
-        self._outlook: Callable[[], tuple[Sequence[View], bool | None]] = lambda: ((), True)
+    def _outlook(self) -> tuple[Sequence[View], bool | None]:
         """See `LoaderApi.outlook`."""
-        if cache is not None:
-            self._outlook = partial(cache.outlook, source)
-        self._prefetcher = prefetcher
-        self._beside = beside
-        self._next_number = first_number
-        self._num_foreseeable = num_foreseeable
-        self._is_read = False
-        """Whether all of the batch that was planned last is to be read."""
-        self.planned: deque[Plan] = deque()
-        """Beyond what was taken."""
-        self.undispatched: deque[Task] = deque()
-        """What of them is still to be loaded."""
-        self.is_midway = False
-        """Whether more batches are to come than the last few, ahead of need."""
-        self._unread: deque[PlannedEntry] = deque()
-        """What nobody has begun to read."""
-        self._window = 0
-        """Batches beyond the next one that are planned; none while nothing can be read."""
+        return ((), True) if self.cache is None else self.cache.outlook(self.source)
 
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
@@ -195,53 +166,50 @@ class Planner:
 
         None at the end.
         """
-        indices = next(self._index_batches, None)
+        indices = next(self.index_batches, None)
         if indices is None:
-            self._index_batches = iter(())  # it is not asked again
+            self.index_batches = iter(())  # it is not asked again
             return None
-        self._next_number += 1
+        self.next_number += 1
         return list(indices)
 
     def task_of(self, indices: list[Any]) -> Task:
         """Return these indices, the ones taken last, as a task."""
-        return self._planned([indices], (), self._outlook()[1], self._next_number - 1)[0].task
+        return self._planned([indices], (), self._outlook()[1], self.next_number - 1)[0].task
 
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
 
         While nothing can be read, nothing is drawn that DataLoader would not draw.
         """
-        room = self._window + 1
-        is_short = len(self.planned) < room and self._next_number < self._num_foreseeable
-        if is_short or not (self.planned and self._window):
+        if self._is_short() or not self.window:
             views, seeds_all = self._outlook()
-            self._window = self._prefetcher.window if views else 0
-            room = self._window + 1
-            while not self.planned or (
-                len(self.planned) < room and self._next_number < self._num_foreseeable
-            ):
+            self.window = self.prefetcher.window if views else 0
+            while self._is_short():
                 # Where all is read, and nothing is on its way to disk, several are planned at a
                 # time: half of what a batch takes is the same for all of them.
-                is_still = self._is_read and all(map(_IS_IDLE, views))
-                left = self._num_foreseeable - self._next_number
-                if not self._draw(
-                    views, seeds_all, max(1, min(_MOST_AT_ONCE, left)) if is_still else 1
-                ):
+                is_still = self.is_read and all(map(_IS_IDLE, views))
+                most = min(_MOST_AT_ONCE, self.num_foreseeable - self.next_number)
+                if not self._draw(views, seeds_all, max(1, most) if is_still else 1):
                     break
-        num_near = min(len(self.planned), room)
-        last = self.planned[num_near - 1].task.number if num_near and self._window else -1
-        while self._unread and self._unread[0].number <= last:
-            with self._beside():
-                self._prefetcher.start(self._unread.popleft())
+        num_near = min(len(self.planned), self.window + 1)
+        last = self.planned[num_near - 1].task.number if num_near and self.window else -1
+        while self.unread and self.unread[0].number <= last:
+            with self.beside():
+                self.prefetcher.start(self.unread.popleft())
+
+    def _is_short(self) -> bool:
+        is_more = self.next_number < self.num_foreseeable
+        return not self.planned or (len(self.planned) <= self.window and is_more)
 
     def take(self, number: int) -> Plan:
         """Return the next plan, which is of that number."""
-        if self._prefetcher.rings:
-            self._prefetcher.release_before(number)
+        if self.prefetcher.rings:
+            self.prefetcher.release_before(number)
         plan = self.planned.popleft()
         if plan.task.number != number:
             raise RuntimeError(f"batch {number} came without having been planned")
-        left = self._num_foreseeable - self._next_number + len(self.planned)
+        left = self.num_foreseeable - self.next_number + len(self.planned)
         self.is_midway = bool(self.planned) and left > _LAST
         return plan
 
@@ -257,18 +225,18 @@ class Planner:
         epoch what any of them has stored in the one before.
         """
         batches = list[list[Any]]()
-        while len(batches) < count and (indices := next(self._index_batches, None)) is not None:
+        while len(batches) < count and (indices := next(self.index_batches, None)) is not None:
             batches.append(list(indices))
         if len(batches) < count:
-            self._index_batches = iter(())  # it is not asked again
+            self.index_batches = iter(())  # it is not asked again
         if not batches:
             return False
-        for plan in self._planned(batches, views, seeds_all, self._next_number):
-            self._next_number += 1
+        for plan in self._planned(batches, views, seeds_all, self.next_number):
+            self.next_number += 1
             self.planned.append(plan)
             self.undispatched.append(plan.misses)
             if plan.entry is not None:
-                self._unread.append(plan.entry)
+                self.unread.append(plan.entry)
         return True
 
     def _planned(
@@ -277,9 +245,9 @@ class Planner:
         """Return plans of batches; if that fails, of samples of which no more can be told than what
         the sampler drew.
         """
-        with self._beside():
+        with self.beside():
             return self._plans(batches, views, seeds_all, first)
-        seed = None if seeds_all is None else self._source.seed
+        seed = None if seeds_all is None else self.source.seed
         return [
             Plan(task, task)
             for number, indices in enumerate(batches, first)
@@ -290,9 +258,9 @@ class Planner:
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
     ) -> list[Plan]:
-        source, cache = self._source, self._cache
+        source, cache = self.source, self.cache
         ids = source.identify(list(chain.from_iterable(batches)))
-        draws, start = source.draws_at(ids, self._clock), 0
+        draws, start = source.draws_at(ids, self.clock), 0
         # Where something may be read, more may be stored.
         studies = bool(views) or (
             not (seeds_all is None or cache is None or cache.boundary is None)
@@ -309,10 +277,10 @@ class Planner:
             stop = start + len(indices)
             own = ids[start:stop]
             entry = best_entry(places, start, stop, number, own, stored[start:stop])
-            self._is_read = entry is not None and not entry.num_misses
+            self.is_read = entry is not None and not entry.num_misses
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))
-            if studies and not is_control and (loads_hits or not self._is_read):
+            if studies and not is_control and (loads_hits or not self.is_read):
                 compares = source.has_own_collate
                 task = task._replace(axes=source.axes, places=together, compares=compares)
             misses, control = task, entry if is_control else None
