@@ -70,7 +70,7 @@ NAMED = (
     ("taking the call apart", call.Invocation, "key"),
     ("guards", engine.SkipEngine, "_look"),
     ("finding the recipe", PlanCache, "find"),
-    (AUDITS, engine.SkipEngine, "_recomputed"),
+    (AUDITS, engine.SkipEngine, "_audit"),
     ("counting", policy.Counters, "batch"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
     ("what is left out", placeholder.Scene, "leave_out"),

@@ -30,7 +30,7 @@ from egeria_cache.skip.model.entered import Scout, inner_model, module_named, us
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
 from egeria_cache.skip.prove.auto import AutoBoundary
-from egeria_cache.skip.prove.dry_run import DryRun, Outcome, before_in_sequence
+from egeria_cache.skip.prove.dry_run import DryRun, before_in_sequence
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
@@ -39,6 +39,7 @@ from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.placeholder import Escape
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
+from egeria_cache.skip.serve.replay import Rows
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
 from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
 
@@ -302,9 +303,8 @@ class SkipEngine:
             started = time.perf_counter()
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
-                    if self._auto is None:
-                        return self._called_with(args, kwargs)
-                    with self._auto.around(args, kwargs):
+                    auto = self._auto
+                    with nullcontext() if auto is None else auto.around(args, kwargs):
                         return self._called_with(args, kwargs)
             except BaseException as error:
                 calls.heal(depth)
@@ -330,11 +330,9 @@ class SkipEngine:
         """Whether there is nothing to do beside a call while nothing is proved: the front is as it
         was, and it comes with no batch that knows its samples.
         """
-        for value in (*args, *kwargs.values()):
-            if type(value) is not Tensor:
-                return False
         return (
-            threading.get_ident() == self.trained_by
+            {Tensor}.issuperset(map(type, (*args, *kwargs.values())))
+            and threading.get_ident() == self.trained_by
             and (self._auto is None or self._auto.is_still())
             and self._declared[0] == self.boundary
             and self._sharded is None
@@ -396,8 +394,7 @@ class SkipEngine:
         return output
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.scout.is_done:
-            self.scout.close()
+        self.scout.close()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:
@@ -449,14 +446,11 @@ class SkipEngine:
                 return self._plainly(call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
-        source: ReplayPlan | None = None
+        here, source = plan.at(call.batch.lengths), None
         if entry is not None:
             is_same = entry.cut is plan.cut
-            source = plan if is_same else self._plans.find(key, call, cut=entry.cut)
-        lengths = call.batch.lengths
-        here: ReplayPlan | None = plan
-        if plan.growth is not None or source is not plan:
-            source, here = None if source is None else source.at(lengths), plan.at(lengths)
+            found = plan if is_same else self._plans.find(key, call, cut=entry.cut)
+            source = None if found is None else found.at(call.batch.lengths)
         if entry is not None and source is None and plan.cut is not None and here is not None:
             # Planned for what the loop did before: a flag has another value in this epoch, say.
             entry = self.host.entry_at(call.batch, plan.cut)
@@ -484,20 +478,18 @@ class SkipEngine:
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
-        alike = self._plans.alike(key, self.boundary)
-        if (
-            self._is_restless(key, call, alike)
-            or self._waits_for_padding(call)
-            or not self._plans.may_dry_run(key)
-        ):
-            self._hold(call)
+        waits = self._is_restless(key, call) or self._waits_for_padding(call)
+        waits = waits or not self._plans.may_dry_run(key)
+        how = None if waits or any(self._plans.all()) else self.host.postpones(call.batch)
+        if not waits and how is None:
+            return self._prove(key, call)
+        self._hold(call)
+        if how != "timed":
             return self._plainly(call)
-        if not any(self._plans.all()):
-            how = self.host.postpones(call.batch)
-            if how is not None:
-                self._hold(call)
-                return self._timed(call) if how == "timed" else self._plainly(call)
-        return self._prove(key, call)
+        front = self.model.get_submodule(self.boundary)
+        output, front_s, forward_s = replay.timed(self._once, front, call)
+        self.host.timed(call.batch, front_s, forward_s)
+        return output
 
     def _plainly(self, call: Invocation) -> Any:
         args, kwargs = call.plain()
@@ -507,27 +499,25 @@ class SkipEngine:
         """Run the model's own forward for the loop."""
         return self._running["call"].run(self._forward, *args, **kwargs)
 
-    def _timed(self, call: Invocation) -> Any:
-        """Compute a call plainly, and tell the host how long its frozen front takes."""
-        assert self.boundary is not None
-        front = self.model.get_submodule(self.boundary)
-        output, front_s, forward_s = replay.timed(self._once, front, call)
-        self.host.timed(call.batch, front_s, forward_s)
-        return output
-
     def _prove(self, key: tuple[Any, ...], call: Invocation) -> Any:
-        """Cut the model on this batch if it can be, and compute the batch."""
+        """Cut the model on this batch if it can be, perhaps before that place, where it was found
+        by itself; and compute the batch.
+        """
         started = time.perf_counter()
         try:
-            outcome = self._tried(call)
+            while True:
+                found = self._dry_run(self.boundary, call).run()
+                self._is_held = True
+                self._thaw.watch(self.model, self._held)
+                if not isinstance(found, BoundaryError) or not self._goes_earlier(found):
+                    break
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
             self._plans.refuse(key)
             self.host.failed(error, call.batch)
             raise
-        if outcome.plan is None:
-            assert outcome.error is not None
-            return self._refused_first(key, outcome.error, call)
-        plan, plainly = outcome.plan, time.perf_counter()
+        if isinstance(found, BoundaryError):
+            return self._refused_first(key, found, call)
+        (plan, proved), plainly = found, time.perf_counter()
         output, capture = replay.full(self._once, plan, call)
         started += time.perf_counter() - plainly
         if plan.free:
@@ -540,21 +530,11 @@ class SkipEngine:
         if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
         rows, why = capture.rows(), capture.deviation
-        if rows is not None and not replay.alike(rows, outcome.rows, plan.coarsest):
+        if rows is not None and not replay.alike(rows, proved, plan.coarsest):
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
 
-    def _tried(self, call: Invocation) -> Outcome:
-        """Try to cut the model, and before that place, where it was found by itself."""
-        while True:
-            assert self.boundary is not None
-            outcome = self._dry_run(self.boundary, call).run()
-            self._is_held = True
-            self._thaw.watch(self.model, self._held)
-            if outcome.plan is not None or not self._goes_earlier(outcome):
-                return outcome
-
-    def _goes_earlier(self, outcome: Outcome) -> bool:
+    def _goes_earlier(self, error: BoundaryError) -> bool:
         """Whether there is another place to try; what an evaluation does is no reason to move what
         training has.
 
@@ -562,12 +542,10 @@ class SkipEngine:
         go: its training is the one that it would be without a cache. Else it stays in inference
         mode, as it began.
         """
-        may_be_loops = outcome.has_raised and self.has_run  # its own error: the next call is tried
-        if self._auto is None or self._is_evaluation() or may_be_loops:
+        if self._auto is None or self._is_evaluation():
             return False
-        assert outcome.error is not None
         held = self.frozen if self.has_run else None
-        return self._auto.refuse(spoils=outcome.error.spoils, held=held)
+        return self._auto.refuse(spoils=error.spoils, held=held)
 
     def _is_evaluation(self) -> bool:
         return not self.model.training and any(self._plans.all())
@@ -601,9 +579,10 @@ class SkipEngine:
         self._num_even += 1
         return self._num_even <= _MAX_EVEN
 
-    def _is_restless(self, key: tuple[Any, ...], call: Invocation, alike: list[ReplayPlan]) -> bool:
+    def _is_restless(self, key: tuple[Any, ...], call: Invocation) -> bool:
         """Whether every call differs from those before it, so that nothing would be served."""
         assert self.boundary is not None
+        alike = self._plans.alike(key, self.boundary)
         if len({tuple(plan.leaf_names.items()) for plan in alike}) > MAX_CHAINS:
             self._plans.refuse(key)  # the host has said so
             return True
@@ -632,7 +611,7 @@ class SkipEngine:
         plan: ReplayPlan,
         call: Invocation,
         output: Any,
-        rows: dict[str, Tensor] | None,
+        rows: Rows | None,
         why_not: str | None,
     ) -> Any:
         """Hand over what was captured of a computed batch; serve no more what goes another way."""
@@ -647,7 +626,7 @@ class SkipEngine:
         source: ReplayPlan,
         call: Invocation,
         entry: Entry,
-        stored: Mapping[str, Tensor],
+        stored: Rows,
         chosen: tuple[np.ndarray, bool] | None,
     ) -> bool:
         """Recompute the chosen hits from their raw samples; False if one is not what was stored.
@@ -655,25 +634,13 @@ class SkipEngine:
         On a device without waiting for that, but for the first of an epoch: what came of it is read
         by a later call.
         """
-        if chosen is not None and self.host.may_audit(call.batch, chosen[0]):
-            (mask, waits), started = chosen, time.perf_counter()
-            same = self._recomputed(source, call, entry, stored, mask)
-            self.host.note("audit", time.perf_counter() - started)
-            return same and self._confirmed(wait=waits)
-        return self._confirmed()
-
-    def _recomputed(
-        self,
-        source: ReplayPlan,
-        call: Invocation,
-        entry: Entry,
-        stored: Mapping[str, Tensor],
-        mask: np.ndarray,
-    ) -> bool:
+        if chosen is None or not self.host.may_audit(call.batch, chosen[0]):
+            return self._confirmed()
+        (mask, waits), started, fresh = chosen, time.perf_counter(), Rows()
         loaded = call.batch.load_rows(mask)
-        if not self.host.audit_leaves(call.batch, mask, loaded):
-            return False
-        fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
+        same = self.host.audit_leaves(call.batch, mask, loaded)
+        if same:
+            fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
@@ -686,7 +653,8 @@ class SkipEngine:
             error = gap(computed, known) if alike else torch.tensor(torch.inf)
             about = call.batch, mask, name, source.boundary, tolerance(computed, source.coarsest)
             self._audits.ask(error, about)
-        return True
+        self.host.note("audit", time.perf_counter() - started)
+        return same and self._confirmed(wait=waits)
 
     def _confirmed(self, *, wait: bool = False) -> bool:
         """Whether recomputed hits were what was stored, as far as that is known by now."""
@@ -701,9 +669,7 @@ class SkipEngine:
                     return False
         return True
 
-    def _complete(
-        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _complete(self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows) -> Rows:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
         fresh = replay.prefix(self._forward, source, call, missing)
@@ -715,41 +681,29 @@ class SkipEngine:
         }
 
     def _replay(
-        self,
-        source: ReplayPlan,
-        plan: ReplayPlan | None,
-        call: Invocation,
-        stored: Mapping[str, Tensor],
+        self, source: ReplayPlan, plan: ReplayPlan | None, call: Invocation, stored: Rows
     ) -> Any:
         """Enter at `source`'s cut; an older one than `plan`'s fills the newer one on the way."""
         try:
             output, rows = replay.replay(self._forward, source, plan, call, stored)
-        except BaseException as error:
-            self._running["call"].note(error)
+        except BaseException as raised:
+            self._running["call"].note(raised)
             raise
-        if source.escaped is not None:
-            self._has_escaped(self._running["call"].key, source.escaped)
-        else:
+        if (error := source.escaped) is None:
             self._num_escapes = 0
+        else:
+            # A hit has computed what it skips after all, now and then perhaps; where the next one
+            # does so, too, what crosses is another thing now.
+            self._num_escapes += 1
+            key, took_another_way = self._running["call"].key, not isinstance(error, Escape)
+            if took_another_way or (self._num_escapes > 1 and not self._plans.may_try_again(key)):
+                self._refuse(key, error)
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)
         return output if source.growth is None else self._watched(source, call, output)
 
-    def _has_escaped(self, key: tuple[Any, ...], error: BoundaryError) -> None:
-        """A hit has computed what it skips after all, now and then perhaps; where the next one does
-        so, too, what crosses is another thing now.
-        """
-        self._num_escapes += 1
-        took_another_way = not isinstance(error, Escape)
-        if took_another_way or (self._num_escapes > 1 and not self._plans.may_try_again(key)):
-            self._refuse(key, error)
-
     def _captured(
-        self,
-        plan: ReplayPlan,
-        call: Invocation,
-        mask: np.ndarray | None,
-        rows: dict[str, Tensor] | None,
+        self, plan: ReplayPlan, call: Invocation, mask: np.ndarray | None, rows: Rows | None
     ) -> None:
         if rows is not None and plan.cut is not None:
             self.host.captured(call.batch, plan.cut, mask, rows)
@@ -775,10 +729,10 @@ class SkipEngine:
 
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""
-        assert self.frozen is not None
         return self._dry_run(self.frozen, Invocation.of(args, kwargs)).front()
 
-    def _dry_run(self, boundary: str, call: Invocation) -> DryRun:
+    def _dry_run(self, boundary: str | None, call: Invocation) -> DryRun:
+        assert boundary is not None
         return DryRun(self.model, self._forward, boundary, call, self._held, self.frozen)
 
     def _look_at_shards(self) -> None:
@@ -953,13 +907,12 @@ class SkipEngine:
             self._is_held = self.has_run = False
         for plan in kept:
             self._held.extend(step.module for step in plan.steps if not step.run)
-        if name is None:
-            self._thaw.watch(self.model, self._held)
-            self._announced.clear()
-            return
-        self._held.extend([self.model.get_submodule(name)])
+        if name is not None:
+            self._held.extend([self.model.get_submodule(name)])
         self._thaw.watch(self.model, self._held)
-        if self._compiled or is_compiled(self.model):
+        if name is None:
+            self._announced.clear()
+        elif self._compiled or is_compiled(self.model):
             self._tell_refused(BoundaryError.compiled_whole(name))
         elif self._is_traced:
             self.host.note("compiled", 0.0)
@@ -1005,7 +958,7 @@ class SkipEngine:
     def _announce(self, plan: ReplayPlan, call: Invocation) -> None:
         """Tell the host of a cut once for every loader whose batches may enter there."""
         cut, loader = plan.cut, call.batch.loader_name
-        if cut is not None and (id(cut), loader) not in self._announced:
+        if cut is not None:
             self._announced.add((id(cut), loader))
             self.host.cut_found(call.batch, cut)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,17 +42,8 @@ FEW_ROWS = 2
 """Show which modules are called: BatchNorm takes no fewer."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What the first batch brought."""
-
-    plan: ReplayPlan | None = None
-    rows: dict[str, Tensor] | None = None
-    """The first batch's activations, as a copy of the model gave them."""
-    error: BoundaryError | None = None
-    """Why there is no plan."""
-    has_raised: bool = False
-    """Whether a copy raised as it was run plainly: so may the model itself."""
+Proved = tuple[ReplayPlan, dict[str, Tensor]]
+"""The plan, and the first batch's activations as a copy of the model gave them."""
 
 
 def before_in_sequence(
@@ -103,45 +93,37 @@ class DryRun:
         self.call = call
         self.held = held
         self.frozen = frozen or boundary
-        self._is_plain = False
-        """Whether what runs is the whole model on what it is given."""
         self._surroundings = Surroundings(model, model_copy.shared_modules(model))
         self._weights = Weights()
 
     @in_turns()
     @uncollected()
-    def run(self) -> Outcome:
+    def run(self) -> Proved | BoundaryError:
         """Return the plan, or the reason why there is none; the model is as it was before."""
-        before, outcome = self._surroundings.now(), Outcome()
+        before = self._surroundings.now()
         self._weights.looks_closely = True
         try:
             with Attempt() as tried:
-                outcome = self._run()
+                found, copies = self._discover(), self._copies()
+                traced = TracedBatch(self.boundary, found, copies, self._surroundings)
+                traced.run_plainly()
+                self._weights.looks_closely = False
+                proved = prove(traced)
         finally:
             before.restore()
             moved = list(self._weights.put_back(wholly=True).values())
         if tried.error is None and not moved:
-            return outcome
+            return proved
         error = tried.error or BoundaryError.moves(self.boundary, moved[0])
         if isinstance(error, BoundaryError):
-            refused = error
-        else:  # it comes from the model's code meeting a placeholder, or other rows
-            what = f"{type(error).__name__}: {error}"
-            if "use_reentrant=True" in what:
-                what = "what it checkpoints with use_reentrant=True shows no gradients; take False"
-            refused = BoundaryError.not_proved(self.boundary, what)
-            refused.__cause__ = error
-        return Outcome(error=refused, has_raised=self._is_plain and refused is not tried.error)
-
-    def _run(self) -> Outcome:
-        self._is_plain = True
-        found, copies = self._discover(), self._copies()
-        traced = TracedBatch(
-            self.model, self.boundary, self.call, found, copies, self._surroundings
-        )
-        traced.run_plainly()
-        self._is_plain = self._weights.looks_closely = False
-        return Outcome(*prove(traced))
+            return error
+        # It comes from the model's code meeting a placeholder, or other rows.
+        what = f"{type(error).__name__}: {error}"
+        if "use_reentrant=True" in what:
+            what = "what it checkpoints with use_reentrant=True shows no gradients; take False"
+        refused = BoundaryError.not_proved(self.boundary, what)
+        refused.__cause__ = error
+        return refused
 
     def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that are called before the boundary returns, and those around it.

@@ -103,48 +103,36 @@ def _parts(
     traced: TracedBatch, plan: ReplayPlan, lengths: Lengths
 ) -> Iterator[tuple[Whole, Recomputed, bool]]:
     """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
-    own, whole = lengths.own, np.array(lengths.whole)
+    own, whole, units = lengths.own, np.array(lengths.whole), _units(lengths)
     order = np.argsort(own.sum(1), kind="stable").tolist()
     alone = {tuple(own[row].tolist()): row for row in order}  # of each length one
     some = list(alone.values())[:: -(-len(alone) // _MAX_ALONE)]
     shorter = [order[: max(1, len(order) // 2)], *([row] for row in some)]
-    tried = {lengths.whole}
-    for rows in shorter:
-        target = tuple(own[rows].max(0).tolist())
-        if target in tried:
-            continue
-        tried.add(target)
-        with _attempt() as trial:
-            part = _at(traced, lengths, rows, target)
-        if trial.error is not None:
-            raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
-        yield target, part, True
-    units = _units(lengths)
-    several = order[: min(4, len(order))]
-    targets = [
+    trials = [(rows, tuple(own[rows].max(0).tolist()), True) for rows in shorter]
+    further = [
         _longer(lengths, units),  # by little: what is sliced in steps shows there
         tuple((2 * whole).tolist()),  # by much: a padded position in many may pass for rounding
         tuple(np.maximum(units, whole // 2 // units * units).tolist()),
     ]
-    for target in targets:
-        longer = target[0] > whole[0]
-        if target in tried or (not longer and _are_far(tried)):
+    trials += [(order[: min(4, len(order))], target, False) for target in further]
+    tried = [lengths.whole]
+    for rows, target, has_to_run in trials:
+        is_whole = has_to_run or target[0] > whole[0]
+        # Whether the lengths tried differ enough for a rule, along each axis.
+        are_far = bool((np.min(tried, 0) <= 0.8 * np.max(tried, 0)).all())
+        if target in tried or (are_far and not is_whole):
             continue
-        tried.add(target)
+        tried.append(target)
         with _attempt() as trial:
-            part = _at(traced, lengths, several, target)
+            part = _at(traced, lengths, rows, target)
         if trial.error is None:  # no longer than the model takes, nor cut where it must not be
-            yield target, part, longer
+            yield target, part, is_whole
+        elif has_to_run:
+            raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
 
 
 def _attempt() -> Attempt:
     return Attempt(but=lambda error: isinstance(error, BoundaryError))
-
-
-def _are_far(tried: set[Whole]) -> bool:
-    """Whether the lengths tried differ enough for a rule, along each axis."""
-    sizes = np.array(list(tried))
-    return bool((sizes.min(0) <= 0.8 * sizes.max(0)).all())
 
 
 def _units(lengths: Lengths) -> np.ndarray:
@@ -174,8 +162,12 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
         path = tagged.leaf
         if path not in padding.values:
             return leaf
-        if tagged.chain:  # what the loop did is done to other rows
-            leaf = take(_base(traced, path), rows, traced.size)
+        if tagged.chain:  # what the loop did is done to other rows of the leaf as it came
+            batch = call.batch
+            came = batch.leaves.get(path)
+            if not isinstance(came, Tensor) or len(came) != batch.size:
+                came = batch.load_rows(np.ones(batch.size, bool))[path]
+            leaf = take(plain(came), rows, batch.size)
         at = padding.positions(path)
         sizes = [target[i] for i in at]
         for (dim, left), size in zip(padding.dims(path), sizes, strict=True):
@@ -187,16 +179,6 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
         return leaf
 
     return traced.recompute(rows, resize=resize)
-
-
-def _base(traced: TracedBatch, path: str) -> Tensor:
-    """Return a loader's leaf as it came."""
-    batch = traced.call.batch
-    rows = batch.leaves.get(path)
-    if not isinstance(rows, Tensor) or len(rows) != batch.size:
-        rows = batch.load_rows(np.ones(batch.size, bool))[path]
-    result: Tensor = plain(rows)
-    return result
 
 
 # ---- what was seen -------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class ModelCopies:
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], call: Invocation, weights: Weights
     ) -> None:
-        self._model, self._weights = model, weights
+        self.model, self.call, self._weights = model, call, weights
         with torch.inference_mode(False):
             leaves = [plain(leaf) for leaf in call.leaves]
         self._copier = Copier(model)
@@ -97,11 +97,10 @@ class ModelCopies:
         self._root: tuple[nn.Module, Callable[..., Any], list[Any], Any] = self._copier(
             (model, forward, leaves, call.given)
         )
-        self.model = self._root[0]
+        self.first = self._root[0]
         """What all are copies of, and share their parameters with."""
         self.leaves = self._root[2]
         """Those of the call as they were; not to be written to."""
-        self._call = call
         weights.keep(self._copier.weights)
         make_local(self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
@@ -130,10 +129,10 @@ class ModelCopies:
 
     def _made(self, root: tuple[Any, ...], of: Callable[[Any], Any]) -> ModelCopy:
         _, forward, *call = root
-        return ModelCopy(self._model.modules(), forward, self._called(*call), self._weights, of)
+        return ModelCopy(self.model.modules(), forward, self._called(*call), self._weights, of)
 
     def _called(self, leaves: list[Any], given: Any) -> Invocation:
-        return dataclasses.replace(self._call, leaves=leaves, given=given, lent=[])
+        return dataclasses.replace(self.call, leaves=leaves, given=given, lent=[])
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

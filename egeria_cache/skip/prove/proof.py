@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_flatten
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
-from egeria_cache.pystate import Moved, RandomState
+from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove import probe, purity
 from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
 from egeria_cache.skip.prove.model_copy import ModelCopy, trainable
 from egeria_cache.skip.prove.probe import Prober
-from egeria_cache.skip.prove.purity import AHEAD, Repeats, is_left_otherwise, same_parts
+from egeria_cache.skip.prove.purity import Repeats, is_left_otherwise, same_parts
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, moved
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
@@ -34,6 +34,8 @@ from egeria_cache.skip.state.hooks import has_user_hooks_inside
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
+_Part = tuple[Any, list[int]]
+"""What a step gave in a run, and for which rows."""
 _MORE_DRAWS = 40
 """Further runs where random numbers are drawn to no effect so far: what they decide may be rare."""
 
@@ -54,13 +56,12 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     followed = traced.recompute(copied=traced.called, goes_on=True)
     seen = probe.observe(traced)
     repeats, trace = Repeats(traced), seen.trace
-    traced.coarsest = coarseness(() if trace is None else trace.dtypes)
     few = list(_few_rows(traced, trace))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
         parts += [traced.recompute([traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
-    plan = _draft(traced, parts)
-    for position in _written_inputs(traced):  # so that a hit writes to them as well
+    plan = _draft(traced, parts, coarseness(() if trace is None else trace.dtypes))
+    for position in traced.written:  # so that a hit writes to them as well
         plan.kept.add(position)
         plan.entered.add(position)
     prober = Prober(traced, repeats.last, plan)
@@ -88,14 +89,16 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.free = probe.free_arguments(traced, plan)
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
-    _check_company(traced, plan)
+    mixed = set(map(id, traced.call.batch.mixed.values()))
+    if any(id(traced.call.leaves[position]) in mixed for position in plan.pinned):
+        raise BatchError(traced.call.batch.why_mixed)  # no sample has it as its own
     tagged = traced.call.tagged
     plan.leaf_names = {i: (leaf.leaf, leaf.chain_key) for i, leaf in tagged.items()}
     plan.modes = tuple(module.training for module in plan.not_skipped)
     plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
     rows = _check_replay(traced, prober, plan)
-    plan.unread = _check_counted(traced, repeats, plan)
+    repeats.check_left(plan)
     return plan, rows
 
 
@@ -114,13 +117,6 @@ def _crosses_nothing(traced: TracedBatch, plan: ReplayPlan) -> BatchError | Boun
             "run; cut at a module inside of it (boundary='auto' does), or remove them"
         )
     return BoundaryError.not_proved(plan.boundary, why)
-
-
-def _check_company(traced: TracedBatch, plan: ReplayPlan) -> None:
-    """What no sample has as its own decides nothing about what is stored."""
-    mixed = set(map(id, traced.call.batch.mixed.values()))
-    if any(id(traced.call.leaves[position]) in mixed for position in plan.pinned):
-        raise BatchError(traced.call.batch.why_mixed)
 
 
 def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomputed]:
@@ -159,7 +155,7 @@ def _with_made_up(traced: TracedBatch, plan: ReplayPlan) -> Iterator[Recomputed]
             yield part
 
 
-def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
+def _draft(traced: TracedBatch, parts: Sequence[Recomputed], coarsest: float) -> ReplayPlan:
     """Describe the steps; compare the batch sizes to find the batch dimension."""
     steps = []
     for i, (record, output) in enumerate(zip(traced.steps, traced.outputs, strict=True)):
@@ -170,7 +166,7 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
                 traced.boundary, f"{name!r} returns another structure for another batch"
             )
         described = [
-            _describe(traced, name, a, [(part.leaves[i][j], part.rows) for part in parts])
+            _describe(traced, name, a, coarsest, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves_a)
         ]
         run = has_user_hooks_inside(record.module) or trainable(record.module) is not None
@@ -181,12 +177,12 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed]) -> ReplayPlan:
         last.cached.add(tensors[0])
     return ReplayPlan(
         traced.boundary, steps, traced.ancestors, traced.names, traced.surroundings, copies=True,
-        coarsest=traced.coarsest,
+        coarsest=coarsest,
     )  # fmt: skip
 
 
 def _describe(
-    traced: TracedBatch, name: str, a: Any, parts: Sequence[tuple[Any, list[int]]]
+    traced: TracedBatch, name: str, a: Any, coarsest: float, parts: Sequence[_Part]
 ) -> Any:
     other, other_rows = parts[0]
     is_plain = isinstance(other, nn.Parameter) or not (isinstance(other, Tensor) and vars(other))
@@ -200,7 +196,7 @@ def _describe(
                     f"{name!r} returns a {a.type()!r} of shape {shapes[0]} for {traced.size} "
                     f"samples and {shapes[-1]} for {len(rows)}",
                 )
-        return spec and _in_blocks(traced, spec, a, parts)
+        return spec and _in_blocks(traced, spec, a, coarsest, parts)
     if isinstance(a, PLAIN):
         return a  # that it is always the same is looked at in the end: `check_constants`
     made = frozenset({Source("step", name, made=type(a).__qualname__)})
@@ -208,27 +204,24 @@ def _describe(
 
 
 def _in_blocks(
-    traced: TracedBatch, spec: TensorSpec, a: Tensor, parts: Sequence[tuple[Any, list[int]]]
+    traced: TracedBatch, spec: TensorSpec, a: Tensor, coarsest: float, parts: Sequence[_Part]
 ) -> TensorSpec:
     """Return the spec with samples where the parts have them: several rows of one may stand
     together, or in as many blocks as the batch's (views that were put one behind the other).
     """
+
+    def is_same(here: TensorSpec, b: Tensor, rows: list[int]) -> bool:
+        at = [k for k, row in enumerate(rows) if row < traced.size]
+        known, seen = here.to_rows(a)[[rows[k] for k in at]], here.to_rows(b)[at]
+        return difference(known, seen) <= tolerance(a, coarsest)
+
     rows = 1 if spec.batch_dim is None else spec.shape[spec.batch_dim]
     joined = [leaf.fold.outer for leaf in traced.call.tagged.values()]
     for blocks in sorted({1, rows, *joined}) if rows > 1 else ():
         here = replace(spec, blocks=blocks)
-        if rows % blocks == 0 and all(_same_samples(traced, here, a, *part) for part in parts):
+        if rows % blocks == 0 and all(is_same(here, *part) for part in parts):
             return here
     return spec
-
-
-def _same_samples(
-    traced: TracedBatch, spec: TensorSpec, a: Tensor, b: Tensor, rows: list[int]
-) -> bool:
-    """Whether `b` holds these rows of the batch as `a` does."""
-    at = [k for k, row in enumerate(rows) if row < traced.size]
-    known, seen = spec.to_rows(a)[[rows[k] for k in at]], spec.to_rows(b)[at]
-    return difference(known, seen) <= tolerance(a, traced.coarsest)
 
 
 def _own_constants(
@@ -241,40 +234,6 @@ def _own_constants(
         if not is_lazy(own) and overlap(leaf, own.detach()):
             place = leaf.shape, leaf.stride(), leaf.storage_offset()
             yield (i, j), tensor.detach().as_strided(*place)
-
-
-def _check_counted(traced: TracedBatch, repeats: Repeats, plan: ReplayPlan) -> dict[Any, Any]:
-    """Put ahead what the model counts outside of itself: what no activation depends on is not
-    watched. What the prefix counts would stand still on hits.
-    """
-    plan.left = repeats.check_left(plan)
-    repeats.check_outside()
-    if not traced.counted:
-        return {}
-    copied, few = traced.copies.fresh(), [0, traced.size - 1]
-
-    def later(ahead: int | None = None) -> Recomputed:
-        return traced.recompute(few, copied=copied, ahead=ahead)
-
-    def moved() -> dict[Any, Moved]:
-        return traced.before.outside.moved_whole(copied.of)
-
-    now, first = later(), moved()
-    ahead, again = [later(0)], moved()
-    known = traced.counted
-    past = {one.mark for one in known if one.mark in again and again[one.mark].is_past(one)}
-    whole = {m.mark for m in known if m.replayed and same_content(m.twice, m.replayed.twice)}
-    for one in known:
-        if one.mark in past - whole:
-            raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
-    # What its first run works out, and no other one moves, is no count.
-    traced.counted = [
-        one for one in known if one.replayed and (one.mark in past or one.mark not in first)
-    ]
-    ahead += map(later, AHEAD if traced.counted else ())
-    if not all(same_parts(plan, now, one) for one in ahead):
-        raise BoundaryError.decides_later(plan.boundary, known[0].name)
-    return {one.mark: one.where for one in traced.counted}
 
 
 def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
@@ -367,7 +326,7 @@ def _check_written(
     traced: TracedBatch, plan: ReplayPlan, copied: ModelCopy, moved: Iterable[Any]
 ) -> None:
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
-    for position in _written_inputs(traced):
+    for position in traced.written:
         if not same_content(traced.given[position], copied.call.leaves[position]):
             raise BoundaryError.impure(
                 plan.boundary,
@@ -387,16 +346,6 @@ def _check_written(
             )
 
 
-def _written_inputs(traced: TracedBatch) -> list[int]:
-    """Return the positions of the loader's leaves that the plain run has written to."""
-    return [
-        i
-        for i in traced.call.tagged
-        if isinstance(traced.given[i], Tensor)
-        and not same_content(traced.given[i], traced.copies.leaves[i])
-    ]
-
-
 def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:
     """Compare with the plain result; return the leaves that a hit cannot give."""
     axes = {} if plan.growth is None else plan.growth.outputs
@@ -405,7 +354,7 @@ def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -
     for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             error = difference(*compared(a, b, axes.get(i), traced.call.batch.lengths))
-            if error > tolerance(a, traced.coarsest):
+            if error > tolerance(a, plan.coarsest):
                 raise BoundaryError.not_proved(
                     traced.boundary,
                     f"the output differs by {error:.3g}: something reaches the active part without "

@@ -25,9 +25,9 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, Names, Place, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import Held, Recomputed, TracedBatch, moved, rest
 from egeria_cache.skip.serve.call import PLAIN
-from egeria_cache.skip.serve.compare import difference, slice_difference, tolerance
+from egeria_cache.skip.serve.compare import difference, same_content, slice_difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
-from egeria_cache.skip.serve.plan import Left, ReplayPlan
+from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace
 
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
@@ -229,7 +229,7 @@ def _blame(
 
 # ---- again on the same copy ----------------------------------------------------------------------
 
-AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
+_AHEAD = *range(1, 64), *(1 << k for k in range(6, 21))
 """Calls that a counter is put ahead by, to see whether anything comes of it: what it does in every
 n-th call, or in turns of n, or from the n-th on."""
 
@@ -292,19 +292,21 @@ class Repeats:
             return self._traced.recompute(self.first.rows[:2], copied=self.copied)
 
         now = later(0)
-        if not all(same_parts(plan, now, later(ahead)) for ahead in AHEAD):
+        if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
             name = f"the attribute {self._counted[0].path.lstrip('.')!r}"
             raise BoundaryError.decides_later(plan.boundary, name)
         self._kept.put_back()
 
-    def check_left(self, plan: ReplayPlan) -> list[Left]:
-        """Return what a plain call leaves elsewhere, a hit does not, and is the same after all.
+    def check_left(self, plan: ReplayPlan) -> None:
+        """Tell the plan what a plain call leaves elsewhere, a hit does not, and is the same after
+        all; and what the model counts outside of itself.
 
         Raises:
-            BoundaryError: Something is not the same.
+            BoundaryError: Something is not the same; or something outside moves with each run of
+                the prefix, and is no count: it would stand still on hits.
         """
-        found, outside = list[Left](), self._traced.before.outside.places
-        skipped, left = {id(module) for _, module in plan.skipped_modules()}, self._traced.left
+        outside, left = self._traced.before.outside.places, self._traced.left
+        skipped = {id(module) for _, module in plan.skipped_modules()}
         anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
         if not left.keys().isdisjoint(self._of_others):  # do other rows, as many, leave another?
             held, num = list[Held](), min(len(self.first.rows), len(self.last.rows))
@@ -317,16 +319,40 @@ class Repeats:
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
             where = mark[0] if isinstance(mark[0], nn.Module) else outside[mark[0]]
             if id(where) not in skipped and not now.arrays:
-                found.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
-        return found
-
-    def check_outside(self) -> None:
-        """Nothing outside of the model may move with each run of the prefix, if it is no count."""
+                plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         counted = {id(one.where) for one in self._traced.counted}
         for where, name in self._outside:
             if id(where) not in counted:
                 how = f"{name} moves with every call of it"
                 raise BoundaryError.impure(self._traced.boundary, how)
+        if counted:
+            self._check_counted(plan)
+
+    def _check_counted(self, plan: ReplayPlan) -> None:
+        """Put ahead what the model counts outside of itself: what no activation depends on is not
+        watched. What the prefix counts would stand still on hits.
+        """
+        traced = self._traced
+        copied, few, known = traced.copies.fresh(), [0, traced.size - 1], traced.counted
+
+        def later(ahead: int | None = None) -> Recomputed:
+            return traced.recompute(few, copied=copied, ahead=ahead)
+
+        now, first = later(), traced.before.outside.moved_whole(copied.of)
+        ahead, again = [later(0)], traced.before.outside.moved_whole(copied.of)
+        past = {one.mark for one in known if one.mark in again and again[one.mark].is_past(one)}
+        whole = {m.mark for m in known if m.replayed and same_content(m.twice, m.replayed.twice)}
+        for one in known:
+            if one.mark in past - whole:
+                raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
+        # What its first run works out, and no other one moves, is no count.
+        traced.counted = [
+            one for one in known if one.replayed and (one.mark in past or one.mark not in first)
+        ]
+        ahead += map(later, _AHEAD if traced.counted else ())
+        if not all(same_parts(plan, now, one) for one in ahead):
+            raise BoundaryError.decides_later(plan.boundary, known[0].name)
+        plan.unread = {one.mark: one.where for one in traced.counted}
 
     def _moved_outside(
         self, once: list[Any], really: list[Any], context: Mapping[Any, Any]

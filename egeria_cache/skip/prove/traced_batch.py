@@ -28,7 +28,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, arguments, distinct
-from egeria_cache.skip.serve.call import Invocation
+from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.replay import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_behind
 from egeria_cache.skip.state.surroundings import Surroundings
@@ -101,9 +101,7 @@ class TracedBatch:
     """The plain run of the first batch, and the means to run the model again.
 
     Args:
-        model: The model.
         boundary: Qualified name of the last module of the prefix.
-        call: The batch.
         found: The calls that returned before the boundary did, and that one, in order; and the
             modules around it.
         copies: Of the model and its inputs as they are before the plain run.
@@ -112,24 +110,20 @@ class TracedBatch:
 
     def __init__(
         self,
-        model: nn.Module,
         boundary: str,
-        call: Invocation,
         found: tuple[list[CallRecord], list[nn.Module]],
         copies: ModelCopies,
         surroundings: Surroundings,
     ) -> None:
-        self.model, self.boundary, self.call, self.size = model, boundary, call, call.batch.size
+        self.boundary, self.copies, self.surroundings = boundary, copies, surroundings
         self.steps, self.ancestors = found
-        self.copies, self.surroundings = copies, surroundings
+        self.model, self.call, self.size = copies.model, copies.call, copies.call.batch.size
         self.before = surroundings.now()
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.known = known_tensors(model)
+        self.names = {id(module): name for name, module in self.model.named_modules()}
+        self.known = known_tensors(self.model)
         self.grad = torch.is_grad_enabled()
         """Whether autograd records in the plain run."""
         self.modules = distinct(step.module for step in self.steps)
-        self.coarsest = 0.0
-        """The `coarseness` of all that the prefix computes with."""
         self._num_runs = 0
         """How often the prefix was run again; each run draws other random numbers."""
         self.common: ModelCopy | None = None
@@ -153,6 +147,13 @@ class TracedBatch:
         """Per step: as it stood when the boundary returned; and from the model's start on."""
         self.given, self.moved = copied.call.leaves, copied.moved
         """The leaves of the call, as it has left them, and what parameters it has written to."""
+        self.written = [
+            i
+            for i in self.call.tagged
+            if isinstance(self.given[i], Tensor)
+            and not same_content(self.given[i], self.copies.leaves[i])
+        ]
+        """The positions of the loader's leaves that it has written to."""
         self.counted = [*self.before.outside.moved_whole(copied.of).values()]
         """What it has written outside of the model, as far as that can be put ahead."""
         after = self.held_by(copied)
@@ -249,7 +250,7 @@ class TracedBatch:
 
     def trained_by(self, tensor: Tensor) -> str | None:
         """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
-        both = (self.model, self.copies.model)  # whose parameters are others where they are sharded
+        both = (self.model, self.copies.first)  # whose parameters are others where they are sharded
         names = {id(p): name for model in both for name, p in model.named_parameters()}
         behind = (tensor, *leaves_behind(tensor))
         return next((names[id(one)] for one in behind if id(one) in names), None)
