@@ -8,7 +8,7 @@ user's own.
 
 from __future__ import annotations
 
-import array
+import copy
 import functools
 import random
 import threading
@@ -26,13 +26,12 @@ from torch.nn.parameter import is_lazy
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.objects import ATOMS, MEMORY, StandIn, is_foreign, own_dict
-from egeria_cache.pystate.places import GENERATORS, Generator, Items
+from egeria_cache.pystate.places import GENERATORS, Cell, Items
 
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
 _MAX_DEPTH = 150
 _OURS = ("egeria_cache", "egeria_core")
-_STAND_INS = ("forward", "train")
 
 
 class Uncopied:
@@ -101,8 +100,10 @@ class Copier:
         if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
+        families = (make for base, make in _FAMILIES if isinstance(value, base))
+        make = _MAKERS.get(kind) or next(families, Copier._other)
         try:
-            return self._copied(value, kind)
+            return make(self, value)
         finally:
             self._depth -= 1
 
@@ -122,19 +123,6 @@ class Copier:
     def _path(self) -> str:
         inner = ("_modules", "_buffers", "_parameters")
         return ".".join(key for key in self._where if key not in inner) or "the model"
-
-    def _copied(self, value: Any, kind: type) -> Any:
-        make = _MAKERS.get(kind)
-        if make is not None:
-            return make(self, value)
-        for base, make in _FAMILIES:
-            if isinstance(value, base):
-                return make(self, value)
-        if objects.leads_out(value):
-            return self._outside(value)
-        if is_foreign(value):
-            return value
-        return self._object(value)
 
     # ---- modules and tensors ------------------------------------------------------------------
 
@@ -192,7 +180,7 @@ class Copier:
         base = value.base
         if type(value) is not np.ndarray:
             return self._keep(value, value)
-        if isinstance(base, np.ndarray) and type(base) is np.ndarray and base.base is None:
+        if type(base) is np.ndarray and base.base is None:
             start = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
             whole = self(base)
             if whole is not base and base.flags.forc:
@@ -212,12 +200,7 @@ class Copier:
             return value
         if isinstance(value, np.random.Generator):
             return self._keep(value, type(value)(self(value.bit_generator)))
-        if isinstance(value, torch.Generator):
-            new: Any = torch.Generator(value.device)
-        else:
-            new = type(value)(0)
-        Generator("", value).write(new, Generator("", value).read(value))
-        return self._keep(value, new)
+        return self._keep(value, copy.deepcopy(value))
 
     # ---- containers ---------------------------------------------------------------------------
 
@@ -277,7 +260,9 @@ class Copier:
         copies = [self(item) for item in held]
         same = all(a is b for a, b in zip(held, copies, strict=True))
         for cell, before in zip(cells, value.__closure__ or (), strict=True):
-            same &= self._cell(cell, before)
+            for content in Cell("", before).read(before).values():  # none, if it is empty
+                cell.cell_contents = self(content)
+                same &= cell.cell_contents is content
         if same:  # others compare functions by identity
             return self._keep(value, value)
         new.__defaults__, new.__kwdefaults__ = copies[0], copies[1]
@@ -285,15 +270,6 @@ class Copier:
         new.__doc__, new.__annotations__ = value.__doc__, value.__annotations__
         new.__dict__.update(zip(value.__dict__, copies[2:], strict=True))
         return new
-
-    def _cell(self, cell: types.CellType, before: types.CellType) -> bool:
-        """Fill a copied cell; return whether it holds the same object."""
-        try:
-            content = before.cell_contents
-        except ValueError:  # empty
-            return True
-        cell.cell_contents = self(content)
-        return cell.cell_contents is content
 
     def _method(self, value: types.MethodType) -> Any:
         owner = value.__self__
@@ -315,11 +291,10 @@ class Copier:
         return getattr(new, value.__name__)
 
     def _partial(self, value: functools.partial[Any]) -> Any:
-        func = self(value.func)
         ours = _is_ours(value.func)  # a handler of `intercept` knows the modules themselves
         args = [arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args]
         keywords = {key: self(item) for key, item in value.keywords.items()}
-        return self._keep(value, type(value)(func, *args, **keywords))
+        return self._keep(value, type(value)(self(value.func), *args, **keywords))
 
     # ---- what else there is -------------------------------------------------------------------
 
@@ -336,19 +311,20 @@ class Copier:
             new.update({self(key): self(item) for key, item in list(value.items())})
         return new
 
+    def _other(self, value: Any) -> Any:
+        if objects.leads_out(value):
+            return self._outside(value)
+        return value if is_foreign(value) else self._object(value)
+
     def _outside(self, value: Any) -> Any:
         new: Any = Uncopied(f"{self._path()} ({type(value).__name__})")
         if isinstance(value, threading.local):
             new = self._keep(value, type(value)())
             new.__dict__.update(self(value.__dict__))
-        elif isinstance(value, bytearray | array.array):
-            new = value[:]
         elif isinstance(value, MEMORY):
-            make: Any = type(value)
-            new = make.from_buffer_copy(value)
-        else:
-            copied = objects.iterator_copy(value)
-            new = new if copied is value else copied
+            new = copy.copy(value)
+        elif (copied := objects.iterator_copy(value)) is not value:
+            new = copied
         return self._keep(value, new)
 
     def _object(self, value: Any) -> Any:
@@ -361,8 +337,6 @@ class Copier:
             return value
         self._keep(value, new)
         if own is not None:
-            if isinstance(value, nn.Module):
-                self._stand_ins(own)
             object.__getattribute__(new, "__dict__").update(self._each(own))
         for name in slots:
             try:
@@ -370,13 +344,6 @@ class Copier:
             except AttributeError:  # not set
                 continue
         return new
-
-    def _stand_ins(self, own: dict[str, Any]) -> None:
-        """Copy what we have put into a module, a `train` or a `forward` of our own."""
-        for name in _STAND_INS:
-            found = own.get(name)
-            if found is not None and _is_ours(found) and id(found) not in self.pairs:
-                self(found) if isinstance(found, StandIn) else self._object(found)
 
 
 def _is_ours(func: Any) -> bool:

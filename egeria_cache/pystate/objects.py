@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import copyreg
 import ctypes
 import enum
 import gc
@@ -106,7 +107,8 @@ class StandIn:
     is_copied = True
     """Whether a copy of the module has one, too; else what is beneath stands there."""
     module: nn.Module
-    name: str
+    name: str = ""
+    """Of a method by which the module is entered."""
     before: Callable[..., Any] | None
     """What stood there; None where it was the class's own method."""
 
@@ -155,12 +157,10 @@ def is_beyond(value: Any) -> bool:
 
 def is_put_back(value: Any) -> bool:
     """Whether an object that is not copied only has attributes, which can be put back."""
-    cls = type(value)
     if isinstance(value, Dataset | Sampler | BaseException | enum.Enum):
         return True
-    return (
-        _has_finaliser(cls) and not isinstance(value, _CLASSES) and not is_library(cls.__module__)
-    )
+    is_users = not (isinstance(value, _CLASSES) or is_library(type(value).__module__))
+    return is_users and _has_finaliser(type(value))
 
 
 @once_per_class
@@ -235,10 +235,9 @@ def outside_state(value: Any) -> Any:
     if isinstance(value, threading.local):
         return dict(vars(value))
     if isinstance(value, ContextVar):
-        try:
+        with contextlib.suppress(LookupError):
             return (value.get(),)
-        except LookupError:
-            return ()
+        return ()
     if is_outside(value) and hasattr(type(value), "__next__"):
         with warnings.catch_warnings(), contextlib.suppress(TypeError):
             warnings.simplefilter("ignore")
@@ -290,17 +289,9 @@ def slots_of(value: Any) -> dict[str, Any]:
     return held
 
 
-@once_per_class
 def slot_names(cls: type) -> list[str]:
-    """Return the names in `__slots__` of a class and its bases."""
-    names: list[str] = []
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{base.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__"):
-                names.append(name)
+    """Return the names in `__slots__` of a class and its bases, as pickling finds them."""
+    names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     return names
 
 
@@ -393,10 +384,6 @@ def _is_beyond_models(value: Any) -> bool:
     return not isinstance(value, looked_at) and is_beyond(value)
 
 
-def _is_beyond_values(value: Any) -> bool:
-    return isinstance(value, nn.Module) or _is_beyond_models(value)
-
-
 def ends(value: Any) -> bool:
     """Whether it leads to nothing of the user's."""
     if isinstance(value, type):
@@ -421,7 +408,10 @@ def _is_beyond_data(value: Any) -> bool:
 
 MODELS = Reach(_is_beyond_models, follows_code=False)
 """All that the code of a model may touch."""
-CODE = Reach(_is_beyond_values, 20_000, max_held=64, max_bytes=0)
+CODE = Reach(
+    lambda value: isinstance(value, nn.Module) or _is_beyond_models(value),
+    max_objects=20_000, max_held=64, max_bytes=0,
+)  # fmt: skip
 """The same, but for modules, and the code that finds it."""
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""

@@ -24,6 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from egeria_cache.pystate import StandIn
 from egeria_cache.skip.model.calls import AroundForward, around_of, hold_around
 
 _requires_grad = attrgetter("requires_grad")
@@ -39,7 +40,7 @@ Named = tuple[str, nn.Module | None, Tensor]
 log = logging.getLogger("egeria.modes")
 
 
-class _HeldTrain:
+class _HeldTrain(StandIn):
     """Stands in for one module's `train`; shared by all that hold this module."""
 
     def __init__(self, module: nn.Module) -> None:
