@@ -341,6 +341,9 @@ class Elements(Place):
             memoryview(where).cast("B")[:] = kept
 
 
+_OLD: Any = (random.Random, np.random.RandomState)
+
+
 class Generator(Place):
     """Where a generator of random numbers is."""
 
@@ -350,20 +353,16 @@ class Generator(Place):
         """Return its state, as bytes."""
         if isinstance(where, torch.Generator):
             return where.get_state().numpy().tobytes()
-        if isinstance(where, random.Random):
-            return pickle.dumps(where.getstate())
-        if isinstance(where, np.random.RandomState):
-            return pickle.dumps(where.get_state())
+        if isinstance(where, _OLD):
+            return pickle.dumps(where.__getstate__())
         return pickle.dumps(getattr(where, "bit_generator", where).state)
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it go on from there."""
         if isinstance(where, torch.Generator):
             where.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
-        elif isinstance(where, random.Random):
-            where.setstate(pickle.loads(kept))
-        elif isinstance(where, np.random.RandomState):
-            where.set_state(pickle.loads(kept))
+        elif isinstance(where, _OLD):
+            where.__setstate__(pickle.loads(kept))
         else:
             getattr(where, "bit_generator", where).state = pickle.loads(kept)
 
@@ -371,7 +370,7 @@ class Generator(Place):
         """Have it draw others."""
         if isinstance(where, torch.Generator):
             where.manual_seed(seed)
-        elif isinstance(where, random.Random | np.random.RandomState):
+        elif isinstance(where, _OLD):
             where.seed(seed)
         else:
             bits = getattr(where, "bit_generator", where)

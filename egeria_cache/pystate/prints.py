@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
@@ -82,18 +83,11 @@ def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that another one consists of; none of what has no data."""
-    if tensor.is_meta:
+    """Return the tensors that pickling makes another one of; none of what has no data."""
+    if tensor.is_meta or tensor.is_mkldnn:
         return []
-    if tensor.is_nested:
-        return [*tensor.unbind()]
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    _, parts, *_ = tensor.detach().__reduce_ex__(2)
+    return [part for part in tree_leaves(parts) if isinstance(part, Tensor)]
 
 
 def array_print(array: np.ndarray, limit: int = THOROUGH_BYTES) -> int:

@@ -26,6 +26,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import home
 from egeria_cache.pystate import objects, places
 from egeria_cache.pystate.bytecode import globals_of
+from egeria_cache.pystate.content import describe, tensor_digest
 from egeria_cache.pystate.copier import Copier
 from egeria_cache.pystate.objects import ATOMS, MEMORY, MODELS, Reach
 from egeria_cache.pystate.places import LEADS, Elements, Generator, Place
@@ -280,7 +281,7 @@ class Moved:
 
     def is_past(self, other: Moved) -> bool:
         """Whether another run moved it further."""
-        return not same_content(other.twice, self.twice)
+        return not _is_alike(other.twice, self.twice)
 
     def put_ahead(self, by: int, of: Callable[[Any], Any] = lambda where: where) -> None:
         """Let it be what it might be so many calls later."""
@@ -314,10 +315,9 @@ def _same(now: Any, kept: Any) -> bool:
             return False
         return isinstance(now, list) or all(map(is_, now.values(), kept.values()))
     if isinstance(now, Tensor):
-        if torch.equal(now, kept):
-            return True
-        may_be_nan = now.shape == kept.shape and now.is_floating_point()
-        return may_be_nan and torch.allclose(now, kept, 0.0, 0.0, equal_nan=True)
+        return torch.equal(now, kept) or tensor_digest(now) == tensor_digest(
+            kept
+        )  # or is no number
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, tuple):
@@ -341,26 +341,19 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
     return _ahead(once, twice, by)
 
 
-def same_content(a: Any, b: Any) -> bool:
-    """Whether two values are one, or equal numbers, texts, arrays, or lists of such."""
-    if a is b or type(a) is not type(b):
-        return a is b
-    if isinstance(a, Tensor | np.ndarray):
-        return a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_content, a, b))
-    return type(a) not in ATOMS or bool(a == b)
+def _is_alike(a: Any, b: Any) -> bool:
+    return _same(a, b) or describe(a) == describe(b)
 
 
 def _counts(once: Any, twice: Any) -> bool:
     """Whether it is another, and nothing of it is only looked up."""
-    if same_content(once, twice):
+    if _is_alike(once, twice):
         return False
     if isinstance(once, list) and isinstance(twice, list):
         pairs = list(zip(once, twice, strict=False))
         if len(twice) > len(once):
-            return all(itertools.starmap(same_content, pairs))
-        if len(twice) < len(once) or any(itertools.starmap(same_content, pairs)):
+            return all(itertools.starmap(_is_alike, pairs))
+        if len(twice) < len(once) or any(itertools.starmap(_is_alike, pairs)):
             return False
     return _is_number(twice)
 

@@ -59,7 +59,7 @@ class PrefixGuard:
         self._given = list(tensors), list(modules), list(around), code
         self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
-        self._tensors += [(name, None, tensor) for name, tensor in self.state.tensors]
+        self._tensors += [(name, None, tensor) for name, tensor in self.state.layout.tensors]
         self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
         values = [tensor for _, _, tensor in self._tensors]
         self._contents = list(map(tensor_digest, values)) if by_content else [""] * len(values)
@@ -119,7 +119,11 @@ class PrefixGuard:
 
     def _explain(self) -> str | None:
         """Compare by content; None, and watch the present tensors, if they hold the same."""
-        now, moved = [self._now(i) for i in range(len(self._tensors))], self._moved()
+        now = [self._now(i) for i in range(len(self._tensors))]
+        versions = zip(self._counted, self._versions, strict=True)
+        moved = {id(tensor) for tensor, before in versions if tensor._version != before}
+        pointers = zip(self._placed, self._pointers, strict=True)
+        moved |= {id(tensor) for tensor, before in pointers if tensor.data_ptr() != before}
         for (name, _, old), (_, _, new), content in zip(
             self._tensors, now, self._contents, strict=True
         ):
@@ -133,13 +137,6 @@ class PrefixGuard:
         self._tensors = now
         self._renew_tensors()
         return None
-
-    def _moved(self) -> set[int]:
-        """Ids of the tensors whose version or memory is another one."""
-        versions = zip(self._counted, self._versions, strict=True)
-        places = zip(self._placed, self._pointers, strict=True)
-        moved = {id(tensor) for tensor, before in versions if tensor._version != before}
-        return moved | {id(tensor) for tensor, before in places if tensor.data_ptr() != before}
 
     def _now(self, i: int) -> Named:
         """Return the tensor that stands in the place of the i-th."""
@@ -200,14 +197,13 @@ class StateWatch:
     def renew(self) -> None:
         """Take the present state as the one to keep."""
         layout = Layout(self._modules, self._around, self._code)
-        self.has_hooks = bool(hooks_of(module for _, module in self._modules))
-        self._layout = layout
+        self.layout, modules = layout, [module for _, module in self._modules]
+        self.has_hooks = bool(hooks_of(modules))
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(values_of(container)) for _, container in layout.live]
         self._empty = [container for _, container in layout.live if not container]
         self._empty += (hooks for hooks in GLOBAL_HOOKS if not hooks)
-        self._watched = [module for _, module in self._modules]
-        layers = {id(vars(module)) for module in self._watched if _is_a(nn.Module, module)}
+        layers = {id(vars(module)) for module in modules if _is_a(nn.Module, module)}
         full = [container for _, container in layout.live if container]
         full.sort(key=lambda container: id(container) not in layers)
         settings = chain.from_iterable(each for each in full if id(each) in layers)
@@ -236,16 +232,11 @@ class StateWatch:
         names = self._code.names
         return {
             (id(vars(module)), key)
-            for module in self._watched
+            for _, module in self._modules
             if id(module) not in self._code.others
             for key, kind in _MOOT.items()
             if kind is nn.Module or (_is_a(kind, module) and key not in names)
         }
-
-    @property
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """(name, tensor) of those found inside attributes, containers and objects."""
-        return self._layout.tensors
 
     def _look(self) -> list[Any]:
         """Return all that is there now: it begins with a number."""
@@ -274,13 +265,13 @@ class StateWatch:
     def _explain(self) -> str | None:
         """Compare value by value, by content; take over what is only another object."""
         moot = self._moot()
-        for (where, container), held in zip(self._layout.live, self._held, strict=True):
+        for (where, container), held in zip(self.layout.live, self._held, strict=True):
             keys = list(container) if isinstance(container, TABLES) else []
             found = zip_longest(keys, list(values_of(container)), held, fillvalue=NOTHING)
             for key, now, then in found:
                 if not (now is then or (id(container), key) in moot or is_alike(now, then)):
                     return f"{_quoted(_path(where, key))} changed"
-        looks = chain(self._layout.looks, self._layout.named)
+        looks = chain(self.layout.looks, self.layout.named)
         for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
             now = look()
             if now is not seen and not is_alike(now, seen):
@@ -335,11 +326,10 @@ _CHUNK_BYTES = 1 << 15
 class ContentProbe:
     """Looks at a few elements of every tensor, bit by bit, and at a piece of one of them in full.
 
-    On the CPU by one gather for each size of element (`_Scattered`). On an accelerator by one
-    joined comparison whose verdict is read on the first call after the device has come so far: to
-    wait for it would cost more than the batch that is then served too late. It looks once in two
-    milliseconds at most. A device without
-    events would have to be waited for, and is asked on every 16th call.
+    On an accelerator by one joined comparison whose verdict is read on the first call after the
+    device has come so far: to wait for it would cost more than the batch that is then served too
+    late. It looks once in two milliseconds at most. A device without events would have to be waited
+    for, and is asked on every 16th call.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -355,8 +345,8 @@ class ContentProbe:
                 self._pieces += _pieces(tensor)
             else:
                 apart.setdefault(view.device, {}).setdefault(view.dtype, []).append(view)
-        self._host = [_Scattered(views) for views in host.values()]
-        self._bytes = [elements.tobytes() for elements in self._host]
+        self._host = list(host.values())
+        self._bytes = self._look()
         self._hashes = list(map(xxhash.xxh3_64_intdigest, self._pieces))
         self._turn = 0
         self._device = [(views, _joined(views)) for views in apart.values()]
@@ -365,7 +355,7 @@ class ContentProbe:
 
     def changed(self, *, wait: bool = False) -> bool:
         """Whether anything looks different; `wait`: now, and not when a device last said so."""
-        if list(map(_Scattered.tobytes, self._host)) != self._bytes:
+        if self._look() != self._bytes:
             return True
         if pieces := self._pieces:  # every element is looked at once in a round
             turn = self._turn = (self._turn + 1) % len(pieces)
@@ -377,20 +367,23 @@ class ContentProbe:
         """Whether any element on the host looks different."""
         return list(map(xxhash.xxh3_64_intdigest, self._pieces)) != self._hashes
 
+    def _look(self) -> list[bytes]:
+        return [np.concatenate(views).tobytes() for views in self._host]
+
     def _device_changed(self, wait: bool) -> bool:
         if wait:
             self._ask()
         if any(bool(verdict) for verdict, _ in self._verdicts.come(wait=wait)):
             return True
         self._turn, now = self._turn + 1, time.perf_counter()
+        may_ask = self._is_beside or self._turn % _RARELY == 1
         if (
-            now < self._looked_at + LOOK_EVERY_S
-            or len(self._verdicts.asked) >= _MAX_PENDING
-            or not (self._is_beside or self._turn % _RARELY == 1)
+            may_ask
+            and now >= self._looked_at + LOOK_EVERY_S
+            and len(self._verdicts.asked) < _MAX_PENDING
         ):
-            return False
-        self._looked_at = now
-        self._ask()
+            self._looked_at = now
+            self._ask()
         return False
 
     def _ask(self) -> None:
@@ -402,36 +395,6 @@ def _joined(views: Mapping[torch.dtype, list[Tensor]]) -> Tensor:
     """Return the elements' bytes, in a few kernels however many tensors they are of."""
     parts = [torch.cat(each).view(torch.uint8) for each in views.values()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _Scattered:
-    """Elements of one size that lie anywhere in memory, read by one call.
-
-    One by one, a hundred small views would take five times as long where they are in the
-    processor's cache, and half as long again where they are not: there one waits for the other.
-    """
-
-    def __init__(self, views: list[np.ndarray]) -> None:
-        first = min(views, key=_address)
-        places = np.concatenate([_address(v) + v.strides[0] * np.arange(v.size) for v in views])
-        self._at, rest = np.divmod(places - _address(first), first.itemsize)
-        self._views = views  # they keep the memory
-        # All that lies between the first element and the last one, of which no other is touched.
-        self._memory: np.ndarray | None = None
-        if not rest.any():  # else not all lie as elements of this size do
-            shape, strides = (int(self._at.max()) + 1,), (first.itemsize,)
-            self._memory = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
-
-    def tobytes(self) -> bytes:
-        """Return what they hold now."""
-        if self._memory is None:
-            return b"".join(map(np.ndarray.tobytes, self._views))
-        return self._memory.take(self._at, mode="clip").tobytes()
-
-
-def _address(view: np.ndarray) -> int:
-    address: int = view.__array_interface__["data"][0]
-    return address
 
 
 def _some_elements(tensor: Tensor) -> Tensor | None:

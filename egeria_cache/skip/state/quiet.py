@@ -83,15 +83,13 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with ExitStack() as stack:
         stack.callback(state.clear)
         stack.callback(register_optimizer_step_pre_hook(_refuse).remove)
-        taken: list[_Taken] = []
-        stack.callback(_put_back, taken)
         for name in ("stdout", "stderr"):
-            _put(taken, sys, name, _Muted)
-        _put(taken, logging.Logger, "handle", _unheard)  # not a filter of each: there are hundreds
+            _put(stack, sys, name, _Muted)
+        _put(stack, logging.Logger, "handle", _unheard)  # not a filter of each: there are hundreds
         for path, names in _CHANGES.items():
             holder = _loaded(path)
             for name in names.split():
-                _put(taken, holder, name, partial(_told, f"{path}.{name}"))
+                _put(stack, holder, name, partial(_told, f"{path}.{name}"))
         _unhook_saving(stack)
         _leave_modes(stack)
         # In place: `catch_warnings` would forget what was said once.
@@ -113,23 +111,18 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-_Taken = tuple[Any, str, Any, Any]
-"""What holds something, under which name, what that was, and what stands in its place."""
-
-
-def _put(taken: list[_Taken], holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _put(stack: ExitStack, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Have what is made of something stand in its place meanwhile."""
     before = getattr(holder, name, None)
     if before is not None and getattr(before, "__module__", "") != __name__:
         ours = make(before)
-        taken.append((holder, name, before, ours))
+        stack.callback(_put_back, holder, name, before, ours)
         setattr(holder, name, ours)
 
 
-def _put_back(taken: list[_Taken]) -> None:
-    for holder, name, before, ours in taken:
-        if getattr(holder, name) is ours:
-            setattr(holder, name, before)
+def _put_back(holder: Any, name: str, before: Any, ours: Any) -> None:
+    if getattr(holder, name) is ours:
+        setattr(holder, name, before)
 
 
 def _unheard(heard: Callable[..., None]) -> Callable[..., None]:

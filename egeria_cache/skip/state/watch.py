@@ -154,8 +154,8 @@ class Layout:
         for kind, key in code.named:
             self._look_in_class(kind, key)
         for cell in code.cells:
-            self.looks.append(("a closure", _cell(cell)))
-            self.look_at_named("a closure", _cell(cell)())
+            self.looks.append(("a closure", partial(_content, cell)))
+            self.look_at_named("a closure", _content(cell))
         for function in code.functions.values():
             if held := pystate.attributes_held(function):
                 self.look_into(function.__qualname__, held)
@@ -389,14 +389,11 @@ def _attribute(value: Any, key: str) -> Any:
     return own[key] if own and key in own else own_slots(value).get(key)
 
 
-def _cell(cell: Any) -> Callable[[], Any]:
-    def look() -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:
-            return None
-
-    return look
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _code_of(function: FunctionType) -> Callable[[], Any]:
