@@ -52,28 +52,17 @@ class Ranks:
         self._device = torch.device("cpu")
         if self._group is not None:
             self._device = wire_of(self._group, next(model.parameters()).device)
-
-    @property
-    def is_first(self) -> bool:
+        self.is_first = self._group is None or dist.get_rank(self._group) == 0
         """Whether this process writes the history."""
-        return self._group is None or dist.get_rank(self._group) == 0
-
-    @property
-    def measures(self) -> bool:
+        self.measures = self.is_first
         """Whether this process may ever measure."""
-        return self.is_first
-
-    @property
-    def source(self) -> int:
-        """The rank of the group that measures now, the same on all ranks."""
-        return 0
 
     def agree(self, value: Any) -> Any:
-        """Return what the rank that measures has; called by all ranks at the same step."""
+        """Return what the first rank has; called by all ranks at the same step."""
         if self._group is None:
             return value
         message = [value]
-        source = dist.get_global_rank(self._group, self.source)
+        source = dist.get_global_rank(self._group, 0)
         dist.broadcast_object_list(message, source, group=self._group, device=self._device)
         return message[0]
 
@@ -81,14 +70,13 @@ class Ranks:
         """Return the verdicts of the rank that measures; called by all ranks at the same step.
 
         Raises:
-            EgeriaError: This rank has frozen another number of layers than the one that measures.
+            EgeriaError: This rank has frozen another number of layers.
         """
         shared, first_frozen = self.agree((verdicts, frozen))
         if first_frozen != frozen:
             raise EgeriaError(
-                f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank "
-                f"{self.source} has {first_frozen}; the learning rates or the policy differ "
-                "between ranks"
+                f"rank {dist.get_rank(self._group)} has {frozen} frozen layers and rank 0 has "
+                f"{first_frozen}; the learning rates or the policy differ between ranks"
             )
         return list(shared)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
@@ -205,31 +206,22 @@ class ElasticPipeline:
                 f"the state that was loaded has {self._expected} frozen blocks: load the "
                 f"controller's state as well, or freeze them and call freeze_to({self._expected})"
             )
-        engine = self._ready()
-        rows = self._through_front(inputs)
-        targets = self.front.plain(targets)
+        if self._engine is None:
+            self._engine = Engine(
+                self.plan, self._blocks, self._loss_function, self.device, self.group, self.model
+            )  # fmt: skip
+        rows: Any = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if self.plan.front:
+            rows = self.front(*tree_map_only(Tensor, lambda leaf: leaf.to(self.device), rows))
+        rows, targets = self.front.plain(rows), self.front.plain(targets)
+        rows = rows if isinstance(rows, tuple) else (rows,)
         counts, kind = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
-        total = sum(counts)
         to = (self.group, self.wire, self.device)
         rows = route(rows, counts, 0, *to)
         targets = route(targets, counts, self.plan.ranks - 1, *to)
-        loss = engine.step(kind, total, rows, targets, measure)
-        mean = loss.to(self.wire)
+        mean = self._engine.step(kind, sum(counts), rows, targets, measure).to(self.wire)
         dist.all_reduce(mean, group=self.group)
         return mean.to(self.device)
-
-    def _through_front(self, inputs: Any) -> tuple[Tensor, ...]:
-        """Return this rank's rows as the pipeline's first block takes them."""
-        inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        if self.plan.front:
-            inputs = tuple(
-                leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs
-            )
-            output = self.front(*inputs)
-        else:
-            output = inputs
-        output = self.front.plain(output)
-        return output if isinstance(output, tuple) else (output,)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all ranks' gradients so that their 2-norm together is at most `max_norm`.
@@ -266,9 +258,7 @@ class ElasticPipeline:
                 raise ValueError(
                     f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
                 )
-        self._move_to(self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front))
-
-    def _move_to(self, new: PipelinePlan) -> None:
+        new = self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front)
         old = self.plan
         # Stages hold their parameters' gradient nodes, which a parameter that moves must not have.
         self._engine = None
@@ -294,13 +284,6 @@ class ElasticPipeline:
                 self._carrier.forget(block)
             if index not in held:
                 drop_block(block)
-
-    def _ready(self) -> Engine:
-        if self._engine is None:
-            self._engine = Engine(
-                self.plan, self._blocks, self._loss_function, self.device, self.group, self.model
-            )  # fmt: skip
-        return self._engine
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: weights and optimizer state of its blocks, and the plan."""

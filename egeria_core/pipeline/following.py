@@ -105,28 +105,20 @@ class _PipelineRanks(Ranks):
     def __init__(self, controller: PipelineController) -> None:
         super().__init__(None, controller.model)
         self._controller = controller
-        self._group = controller.pipeline.group
-        self._device = controller.pipeline.wire
-
-    @property
-    def measures(self) -> bool:
-        return True
-
-    @property
-    def source(self) -> int:
-        return self._controller.front_owner
+        self._group, self._device = controller.pipeline.group, controller.pipeline.wire
+        self.is_first, self.measures = controller.pipeline.rank == 0, True
 
     def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:
-        if not self._controller.per_layer:
-            return super().share(verdicts, frozen)
-        mine = [(verdict.step, verdict.values) for verdict in verdicts]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (frozen, mine), group=self._group)
+        dist.all_gather_object(everyone, (frozen, verdicts), group=self._group)
         if any(other != frozen for other, _ in everyone):
             raise EgeriaError("the ranks of a pipeline have frozen different numbers of layers")
+        if not self._controller.per_layer:
+            return list(everyone[self._controller.front_owner][1])
+        read = [{verdict.step: verdict.values for verdict in own} for _, own in everyone]
         return [
-            Verdict(step, frozen, None, self._joined([dict(own).get(step) for _, own in everyone]))
-            for step in sorted({step for _, own in everyone for step, _ in own})
+            Verdict(step, frozen, None, self._joined([own.get(step) for own in read]))
+            for step in sorted(set().union(*read))
         ]
 
     def _joined(self, readings: list[Any]) -> tuple[float | None, ...]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-ScheduleName = Literal["GPipe", "1F1B"]
-SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
+SCHEDULES = ("GPipe", "1F1B")
 
 OnFreeze = Literal["repartition", "stay"]
 """What is done with the ranks when blocks freeze.
@@ -20,22 +19,6 @@ OnFreeze = Literal["repartition", "stay"]
 - `repartition`: the active blocks are spread over all ranks;
 - `stay`: no block changes its rank.
 """
-
-
-def check_schedule(name: str) -> ScheduleName:
-    """Return the schedule's name.
-
-    Raises:
-        ValueError: It is none of those that can be had behind a frozen front.
-    """
-    for known in SCHEDULES:
-        if known == name:
-            return known
-    raise ValueError(
-        f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}. A pipeline that follows "
-        "its frozen front has one stage on a rank; and where a schedule splits each backward, the "
-        "first active stage behind the front gets no weight gradients, and no error"
-    )
 
 
 class Move(NamedTuple):
@@ -50,7 +33,8 @@ class Move(NamedTuple):
 class PipelinePlan:
     """Where everything is. Make the first one with `start`, others from it with `frozen_to`."""
 
-    schedule: ScheduleName
+    schedule: str
+    """One of `SCHEDULES`."""
     microbatches: int
     """In each batch."""
     ranks: int
@@ -82,19 +66,25 @@ class PipelinePlan:
         Raises:
             ValueError: The schedule cannot be had, or there are too few blocks or micro-batches.
         """
-        name = check_schedule(schedule)
+        if schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}. A pipeline "
+                "that follows its frozen front has one stage on a rank; and where a schedule "
+                "splits each backward, the first active stage behind the front gets no weight "
+                "gradients, and no error"
+            )
         if min(ranks, microbatches) < 1 or any(cost < 0 for cost in costs):
             raise ValueError("ranks and microbatches must be positive")
         if len(costs) < ranks:
             raise ValueError(
                 f"{len(costs)} blocks are too few for a stage on each of {ranks} ranks"
             )
-        if name == "1F1B" and microbatches < ranks:
+        if schedule == "1F1B" and microbatches < ranks:
             raise ValueError(
                 f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
             )
         stages = partition(costs, 0, ranks)
-        return cls(name, microbatches, ranks, tuple(costs), 0, 0, stages, _homes(stages))
+        return cls(schedule, microbatches, ranks, tuple(costs), 0, 0, stages, _homes(stages))
 
     def time(self, backward: float = 2.0) -> float:
         """Return about how long a batch takes, in units of the blocks' costs.

@@ -7,6 +7,7 @@ of every parameter stay, so optimizers and hooks need not be told. Parameters ke
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """Stands for a tensor in what is sent as an object."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(slots=True)
@@ -39,37 +31,32 @@ class Carrier:
 
     def send(self, block: nn.Module, target: int) -> int:
         """Give a block to a rank of the group; return the bytes of its tensors."""
-        tensors = list(_own_tensors(block))
-        outline = []
-        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
-            state = optimizer.state.get(parameter)
-            outline.append(tree_map(_outline, state))
-            tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        states = [optimizer.state.get(own) for optimizer, own in self._pairs(block)]
+        content = [tensor.detach() for tensor in _own_tensors(block)], states
+        file = io.BytesIO()
+        torch.save(content, file)
         peer = dist.get_global_rank(self.group, target)
-        dist.send_object_list([outline], dst=peer, group=self.group, device=self.wire)
-        for tensor in tensors:
-            dist.send(tensor.detach().to(self.wire).contiguous(), peer, group=self.group)
-        return sum(tensor.nbytes for tensor in tensors)
+        message = [file.getvalue()]
+        dist.send_object_list(message, dst=peer, group=self.group, device=self.wire)
+        return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
 
     def receive(self, block: nn.Module, source: int) -> None:
         """Take a block from a rank of the group."""
         peer = dist.get_global_rank(self.group, source)
         received: list[Any] = [None]
         dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
+
+        def place(storage: Any, location: str) -> Any:
+            # What an optimizer keeps on the host stays there.
+            return storage if location == "cpu" else storage.to(device=self.device)
+
+        file = io.BytesIO(received[0])
+        tensors, states = torch.load(file, map_location=place, weights_only=False)
         make_room(block, self.device)
-        for tensor in _own_tensors(block):
-            tensor.detach().copy_(self._take(tensor.shape, tensor.dtype, peer))
-
-        def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, _Sent):
-                return leaf
-            taken = self._take(leaf.shape, leaf.dtype, peer)
-            return taken if leaf.on_host else taken.to(self.device)
-
-        pairs = _pairs(self.optimizers, list(block.parameters()))
-        for outline, (optimizer, parameter) in zip(received[0], pairs, strict=True):
-            state = tree_map(fill, outline)
-            optimizer.state.pop(parameter, None)
+        for tensor, sent in zip(_own_tensors(block), tensors, strict=True):
+            tensor.detach().copy_(sent)
+        self.forget(block)
+        for state, (optimizer, parameter) in zip(states, self._pairs(block), strict=True):
             if state is not None:
                 optimizer.state[parameter] = state
 
@@ -89,13 +76,11 @@ class Carrier:
 
     def forget(self, block: nn.Module) -> None:
         """Drop this rank's optimizer state of a block."""
-        for optimizer, parameter in _pairs(self.optimizers, list(block.parameters())):
+        for optimizer, parameter in self._pairs(block):
             optimizer.state.pop(parameter, None)
 
-    def _take(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.wire)
-        dist.recv(tensor, peer, group=self.group)
-        return tensor
+    def _pairs(self, block: nn.Module) -> list[tuple[torch.optim.Optimizer, nn.Parameter]]:
+        return [(optimizer, own) for own in block.parameters() for optimizer in self.optimizers]
 
 
 def make_room(block: nn.Module, device: torch.device) -> None:
@@ -125,15 +110,3 @@ def _replace(block: nn.Module, make: Any, *, is_meta: bool) -> None:
 def _own_tensors(block: nn.Module) -> Iterator[Tensor]:
     yield from block.parameters()
     yield from block.buffers()
-
-
-def _pairs(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
-) -> list[tuple[torch.optim.Optimizer, nn.Parameter]]:
-    return [(optimizer, parameter) for parameter in parameters for optimizer in optimizers]
-
-
-def _outline(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
