@@ -108,41 +108,28 @@ class EgeriaLoader(ResumableLoader[T_co]):
             prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
-        self._serve(
-            cache, seed=seed, reuse=reuse, augmentation_variants=augmentation_variants, name=name,
-            sample_id=sample_id, sample_version=sample_version,
-        )  # fmt: skip
+        # Trainers that build a loader anew read its arguments from attributes of the same names.
+        self.name, self.seed, self.reuse = name, seed, reuse
+        self.augmentation_variants = augmentation_variants
+        self.sample_id, self.sample_version = sample_id, sample_version
+        self._serve(cache)
 
-    def _serve(
-        self,
-        cache: ActivationCache | None,
-        *,
-        seed: int | None = None,
-        reuse: int | None = DEFAULT_REUSE,
-        augmentation_variants: int = 1,
-        name: str = "train",
-        sample_id: Callable[[Any], Any] | None = None,
-        sample_version: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Be served from `cache` from the next pass on; the arguments are those of the class."""
+    def _serve(self, cache: ActivationCache | None) -> None:
+        """Be served from `cache` from the next pass on."""
         _check_cache(cache)
-        check_whole_number("augmentation_variants", augmentation_variants)
-        if reuse is not None:
-            check_whole_number("reuse, in epochs, or None for ever,", reuse)
+        check_whole_number("augmentation_variants", self.augmentation_variants)
+        if self.reuse is not None:
+            check_whole_number("reuse, in epochs, or None for ever,", self.reuse)
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
             if "api" in vars(cache):  # else it opens with the first pass
                 cache.api.awaits_batches()
         self.cache = cache
-        self.name = name
-        self.seed = 0 if seed is None and cache is not None else seed
-        self.reuse, self.augmentation_variants = reuse, augmentation_variants
-        # Trainers that build a loader anew read its arguments from attributes of the same names.
-        self.sample_id, self.sample_version = sample_id, sample_version
+        self.seed = 0 if self.seed is None and cache is not None else self.seed
         self.source = LoaderSource(
-            self.dataset, self.collate_fn, sample_id=sample_id, sample_version=sample_version,
-            name=name, seed=self.seed,
-            draws=Draws(self.seed or 0, reuse, augmentation_variants),
+            self.dataset, self.collate_fn, sample_id=self.sample_id,
+            sample_version=self.sample_version, name=self.name, seed=self.seed,
+            draws=Draws(self.seed or 0, self.reuse, self.augmentation_variants),
             workers=self._worker_options() if self.num_workers else None,
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.
@@ -156,10 +143,6 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_prepared = False
         if not self._is_uncached and self.seed is not None:
             _LOADERS[self.source.key] = self
-
-    def _own_options(self) -> dict[str, Any]:
-        """Return the arguments that `DataLoader` does not have, except for the cache."""
-        return {name: getattr(self, name) for name in _ARGUMENTS[_ARGUMENTS.index("cache") + 1 :]}
 
     def _around(self, batch_sampler: Any) -> EgeriaLoader[T_co]:
         """Return a loader of the same samples, and what is stored of them, in other batches.
@@ -189,19 +172,17 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self._is_prepared = value
 
     def __repr__(self) -> str:
-        size, progress = "?", self._progress
+        size, cached = "?", "not cached"
         with suppress(TypeError):
             size = str(len(cast(Sized, self.dataset)))
         if self.cache is None:
             cached = "no cache"
-        elif self._is_uncached:
-            cached = "not cached"
-        else:
+        elif not self._is_uncached:
             boundary = self.cache.boundary
             cached = f"cached at {boundary!r}" if boundary else "nothing frozen"
         return (
-            f"{type(self).__name__}({self.name!r}, {size} samples by {self.batch_size}, "
-            f"epoch {progress.epoch}, {progress.yielded} batches given out, {cached})"
+            f"{type(self).__name__}({self.name!r}, {size} samples by {self.batch_size}, epoch "
+            f"{self._progress.epoch}, {self._progress.yielded} batches given out, {cached})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -315,18 +296,22 @@ class EgeriaLoader(ResumableLoader[T_co]):
         api = None if self.cache is None else self.cache.api
         if api is None or api.boundary is None or api.is_refused(self.source.key):
             return last.ahead or 0, epoch + (last.ahead or 0)
-        known = None
+        known, ahead = None, last.ahead or 0
         with api.beside(self.source.key):
             known = api.next_pass_of(self.source) if last.ahead is None else None
-        if known is not None:
-            self.source.is_known_random = True
-            return known.tick - epoch, known.since
-        ahead = last.ahead or 0
-        return ahead, min(last.since, epoch + ahead)
+        if known is None:
+            return ahead, min(last.since, epoch + ahead)
+        self.source.is_known_random = True
+        return known.tick - epoch, known.since
 
 
-_ARGUMENTS = [name for name in inspect.signature(EgeriaLoader).parameters if name != "shuffle"]
+_PARAMETERS = inspect.signature(EgeriaLoader).parameters
+_ARGUMENTS = [name for name in _PARAMETERS if name != "shuffle"]
 """They are attributes, too."""
+OWN_OPTIONS = {
+    name: _PARAMETERS[name].default for name in _ARGUMENTS[_ARGUMENTS.index("cache") + 1 :]
+}
+"""Those that `DataLoader` does not have, except for the cache, and their defaults."""
 
 
 def _check_cache(cache: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from egeria_cache.errors import EgeriaError
-from egeria_cache.loader.loader import EgeriaLoader
+from egeria_cache.loader.loader import OWN_OPTIONS, EgeriaLoader
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
@@ -43,33 +43,33 @@ def take_over(loader: Any, cache: ActivationCache, **options: Any) -> Callable[[
             f"a cache is attached to a torch.utils.data.DataLoader; {type(loader).__name__} is "
             "none. Attach it to the DataLoader inside, or make an EgeriaLoader in its place"
         )
+    if unknown := options.keys() - OWN_OPTIONS:
+        raise TypeError(f"an EgeriaLoader has no option {min(unknown)!r}")
     mine: Any = loader
     if getattr(loader, "cache", None) is not None:
         # A cell of a notebook that makes the model was run again, say: what comes last counts.
         log.info("loader %r leaves %r", mine.name, mine.cache)
-    _give_back(loader)
+    if "taken_from" in vars(mine):
+        mine.taken_from(mine)
     known, cls = set(vars(loader)), type(loader)
-    before = loader._own_options() if isinstance(loader, EgeriaLoader) else {}
+    is_served = isinstance(loader, EgeriaLoader)
+    before = {name: getattr(loader, name) for name in OWN_OPTIONS} if is_served else {}
     loader.__class__ = _served(cls)
     try:
-        mine._serve(cache, **{**before, **options})
+        vars(loader).update(OWN_OPTIONS | before | options)
+        mine._serve(cache)
     except BaseException:
         _restore(loader, cls, known, before)
         raise
     mine.taken_from = partial(_restore, cls=cls, known=known, before=before)
-    return partial(_detach, weakref.ref(loader), weakref.ref(cache))
+    return partial(_give_back, weakref.ref(loader), weakref.ref(cache))
 
 
-def _detach(this: weakref.ref[Any], cache: weakref.ref[ActivationCache]) -> None:
-    """Give a loader back that is attached to this cache."""
-    loader = this()
-    if loader is not None and getattr(loader, "cache", None) is cache():
-        _give_back(loader)
-
-
-def _give_back(loader: Any) -> None:
-    if "taken_from" in vars(loader):
-        loader.taken_from(loader)
+def _give_back(loader: weakref.ref[Any], cache: weakref.ref[Any]) -> None:
+    """Let a loader be what it was, if it is attached to this cache."""
+    mine = loader()
+    if mine is not None and "taken_from" in vars(mine) and mine.cache is cache():
+        mine.taken_from(mine)
 
 
 def _restore(loader: Any, cls: type, known: set[str], before: dict[str, Any]) -> None:
@@ -78,7 +78,8 @@ def _restore(loader: Any, cls: type, known: set[str], before: dict[str, Any]) ->
     for one in vars(loader).get("_passes", ()):
         one._loader = goes_on  # to its end, as it began
     if before:
-        loader._serve(None, **before)
+        vars(loader).update(before)
+        loader._serve(None)
     for name in set(vars(loader)) - known:
         del loader.__dict__[name]
     loader.__class__ = cls
