@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -55,28 +54,22 @@ class ShardAffineSampler(Sampler[int]):
         ranks_per_node: int | None = None,
     ) -> None:
         num_shards = num_replicas if num_shards is None else num_shards
-        if num_replicas < 1 or num_shards % num_replicas:
-            raise ValueError(
-                f"num_replicas must divide num_shards, got {num_replicas} and {num_shards}"
-            )
+        on_node = 1 if ranks_per_node is None else ranks_per_node
+        for whole, part, what in (
+            (num_shards, num_replicas, "num_replicas must divide num_shards"),
+            (num_replicas, on_node, "ranks_per_node must divide num_replicas"),
+        ):
+            if part < 1 or whole % part:
+                raise ValueError(f"{what}, got {part} and {whole}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank must be in [0, {num_replicas}), got {rank}")
-        if ranks_per_node is not None and (ranks_per_node < 1 or num_replicas % ranks_per_node):
-            raise ValueError(
-                f"ranks_per_node must divide num_replicas, got {ranks_per_node} and {num_replicas}"
-            )
-        self.data_source = data_source
-        self.num_shards = num_shards
-        self._node = None if ranks_per_node is None else rank // ranks_per_node
-        self._nodes_shards = [
-            shard
-            for shard in range(num_shards)
-            if ranks_per_node is not None and shard % num_replicas // ranks_per_node == self._node
-        ]
+        self.data_source, self.num_shards = data_source, num_shards
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self._own = range(rank, num_shards, num_replicas)
-        length, self._rounding = len(data_source), (0 if drop_last else num_shards - 1)
-        self._per_shard = (length + self._rounding) // num_shards
+        self._node = None if ranks_per_node is None else rank // on_node
+        nodes = [shard % num_replicas // on_node for shard in range(num_shards)]
+        self._nodes_shards = [shard for shard, node in enumerate(nodes) if node == self._node]
+        self._per_shard = (len(data_source) + (0 if drop_last else num_shards - 1)) // num_shards
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch."""
@@ -86,14 +79,11 @@ class ShardAffineSampler(Sampler[int]):
         return self._per_shard * len(self._own)
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._chunks())
-
-    def _chunks(self) -> Iterator[list[int]]:
         per_chunk = max(1, _CHUNK // len(self._own))
         for start in range(0, self._per_shard, per_chunk):
             steps = np.arange(start, min(start + per_chunk, self._per_shard), dtype=np.uint64)
             columns = [self._samples(shard, steps) for shard in self._own]
-            yield np.stack(columns, axis=1).ravel().tolist()
+            yield from np.stack(columns, axis=1).ravel().tolist()
 
     def _samples(self, shard: int, steps: Indices) -> Indices:
         """Return the samples that a shard has at these steps of the epoch."""
@@ -125,21 +115,15 @@ def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
         key: Integers; other ones give another permutation.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
     seeds = np.random.SeedSequence([part % (1 << 64) for part in key])
     rounds = seeds.generate_state(8, np.uint64).astype(np.uint64)
     found, outside = indices.copy(), np.arange(len(indices))
     while len(outside):
-        found[outside] = _scrambled(found[outside], half, rounds)
+        left, right = found[outside] >> half, found[outside] & mask
+        for round_key in rounds:
+            mixed = (right ^ round_key) * _ODD
+            left, right = right, left ^ ((mixed ^ mixed >> _SHIFT) * _ODD >> _SHIFT) & mask
+        found[outside] = left << half | right
         outside = outside[found[outside] >= size]
     return found
-
-
-def _scrambled(values: Indices, half: np.uint64, rounds: Indices) -> Indices:
-    """Return a permutation of range(4^half) at these values."""
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = values >> half, values & mask
-    for key in rounds:
-        mixed = (right ^ key) * _ODD
-        left, right = right, left ^ ((mixed ^ mixed >> _SHIFT) * _ODD >> _SHIFT) & mask
-    joined: Indices = left << half | right
-    return joined
