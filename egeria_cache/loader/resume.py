@@ -30,6 +30,11 @@ from egeria_cache.samples import Clock
 VERSION = 3
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
+_OTHER_LENGTH = (
+    "the loader's state was taken in the middle of an epoch of %d draws, and an epoch has %d now: "
+    "what follows is not the rest of that one. Load the state with the data set and the sampler "
+    "that it was taken with, or begin an epoch"
+)
 
 
 @dataclass(slots=True)
@@ -120,12 +125,18 @@ class SamplerRng:
     """The random generators that a loader's sampler may draw from."""
 
     def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
-        sampler = getattr(index_sampler, "sampler", None)
-        self._samplers = _samplers(index_sampler)
+        # The index sampler, those that it wraps, and the sampler that they draw from.
+        self._samplers, pending = list[Any](), [index_sampler]
+        while pending:
+            thing = pending.pop()
+            if thing is not None and all(thing is not other for other in self._samplers):
+                self._samplers.append(thing)
+                pending += [getattr(thing, name, None) for name in ("sampler", "batch_sampler")]
         own = [getattr(thing, "generator", None) for thing in self._samplers]
         found = [torch.default_generator, generator, *own]
         self._torch = list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
         # torch's own samplers draw from torch alone; a user's may draw from anything.
+        sampler = getattr(index_sampler, "sampler", None)
         self._is_torch = type(index_sampler) is BatchSampler and isinstance(
             sampler, RandomSampler | SequentialSampler
         )
@@ -157,18 +168,6 @@ class SamplerRng:
             random.setstate((version, tuple(internal), gauss))
             name, keys, *rest = state["numpy"]
             np.random.set_state((name, np.frombuffer(_bytes(keys), "<u4"), *rest))
-
-
-def _samplers(index_sampler: Any) -> list[Any]:
-    """Return an index sampler, those that it wraps, and the sampler that they draw from."""
-    found: list[Any] = []
-    pending = [index_sampler]
-    while pending:
-        thing = pending.pop()
-        if thing is not None and all(thing is not other for other in found):
-            found.append(thing)
-            pending += [getattr(thing, name, None) for name in ("sampler", "batch_sampler")]
-    return found
 
 
 def _text(array: np.ndarray) -> str:
@@ -343,7 +342,9 @@ class ResumableLoader(DataLoader[T_co]):
             # What DataLoader draws when it starts a pass.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if goes_on:
-            self._look_at_length(progress)
+            before, num_drawn = progress.num_drawn, self._num_drawn()
+            if None not in (before, num_drawn) and before != num_drawn:
+                log.warning(_OTHER_LENGTH, before, num_drawn)
             for _ in range(0 if knows_place else progress.yielded):
                 if next(batches, None) is None:
                     break
@@ -389,17 +390,6 @@ class ResumableLoader(DataLoader[T_co]):
         if is_stateful(iterator):
             return None if finished else {"iterator": state_of(iterator)}
         return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None
-
-    def _look_at_length(self, last: Progress) -> None:
-        """Say so if the epoch to go on with has another length now."""
-        num_drawn = self._num_drawn()
-        if None not in (last.num_drawn, num_drawn) and last.num_drawn != num_drawn:
-            log.warning(
-                "the loader's state was taken in the middle of an epoch of %d draws, and an epoch "
-                "has %d now: what follows is not the rest of that one. Load the state with the "
-                "data set and the sampler that it was taken with, or begin an epoch",
-                last.num_drawn, num_drawn,
-            )  # fmt: skip
 
     @property
     def _stateful(self) -> Any:
