@@ -34,12 +34,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or not is_beside(error) or (self._but is not None and self._but(error)):
             return False
         self.error = without_us(error)
@@ -94,7 +89,5 @@ def _is_of_a_signal(traceback: TracebackType | None) -> bool:
 def _code(handler: Any) -> CodeType | None:
     """Return the code of what handles a signal: a function, a method, a partial, an object."""
     handler = getattr(handler, "func", handler)
-    handler = getattr(handler, "__func__", handler)
-    if callable(handler) and not hasattr(handler, "__code__"):
-        handler = vars(type(handler)).get("__call__")
-    return getattr(handler, "__code__", None)
+    called = handler if hasattr(handler, "__code__") else vars(type(handler)).get("__call__")
+    return getattr(called, "__code__", None)

@@ -8,6 +8,7 @@ in training mode, on hits and misses alike, since it stands where nothing is ski
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,21 +232,6 @@ def commutes(
     Raises:
         EgeriaError: The boundary does not return one batch of features of one shape.
     """
-    plain = _features(call, boundary, inputs)
-    early = _features(call, boundary, before(inputs, torch.Generator().manual_seed(seed)))
-    late = after(plain, torch.Generator().manual_seed(seed))
-    if early.shape != late.shape:
-        shapes = f"{tuple(early.shape)} and {tuple(late.shape)}"
-        raise EgeriaError(f"augmenting before and after the front gives features of {shapes}")
-    apart = _distance(plain, plain.roll(1, 0))
-    return _distance(early, late) / max(apart, 1e-12)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).float().flatten(1).norm(dim=1).mean())
-
-
-def _features(call: Callable[..., Any], boundary: nn.Module, inputs: Tensor) -> Tensor:
     found: list[Any] = []
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -254,12 +240,20 @@ def _features(call: Callable[..., Any], boundary: nn.Module, inputs: Tensor) -> 
 
     handle = boundary.register_forward_hook(leave)
     try:
-        with torch.no_grad():
-            call(inputs)
-    except _Returned:
-        pass
+        for given in (inputs, before(inputs, torch.Generator().manual_seed(seed))):
+            with suppress(_Returned), torch.no_grad():
+                call(given)
     finally:
         handle.remove()
-    if not found or not isinstance(found[0], Tensor) or len(found[0]) != len(inputs):
+    if [len(one) for one in found if isinstance(one, Tensor)] != 2 * [len(inputs)]:
         raise EgeriaError("the boundary does not return one tensor with a row for each sample")
-    return found[0]
+    plain, early = found
+    late = after(plain, torch.Generator().manual_seed(seed))
+    if early.shape != late.shape:
+        shapes = f"{tuple(early.shape)} and {tuple(late.shape)}"
+        raise EgeriaError(f"augmenting before and after the front gives features of {shapes}")
+    return _distance(early, late) / max(_distance(plain, plain.roll(1, 0)), 1e-12)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).float().flatten(1).norm(dim=1).mean())

@@ -64,7 +64,8 @@ class Status:
     """When the cache was made, in seconds since the epoch."""
     process: int = field(default_factory=os.getpid)
     """Where the cache was made. A forked child has none of its threads: it computes everything."""
-    _told: set[Hashable] = field(default_factory=set)
+    told: set[Hashable] = field(default_factory=set)
+    """What was said already; see `is_news`."""
 
     @property
     def is_forked(self) -> bool:
@@ -73,13 +74,9 @@ class Status:
 
     def is_news(self, *what: Hashable) -> bool:
         """Whether something is to be told: each is told once."""
-        is_news = what not in self._told
-        self._told.add(what)
+        is_news = what not in self.told
+        self.told.add(what)
         return is_news
-
-    def forget(self, *what: Hashable) -> None:
-        """Tell it once more."""
-        self._told.discard(what)
 
     def may_store(self, loader_name: str) -> bool:
         """Whether what the model computes for this loader may be stored."""
@@ -130,9 +127,7 @@ class Boundary:
             )
             # Said once where nothing ever was: later it is what the training wanted.
             level = logging.INFO if status.num_moves else logging.WARNING
-            if status.counters.counts.why_not != why:
-                log.log(level, why)
-            status.counters.counts.why_not = why
+            status.counters.tell(why, level=level)
 
     def _move(
         self, name: str | None, *, by_hand: bool, reason: str, frozen: str | None = None
@@ -144,7 +139,7 @@ class Boundary:
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
         status.num_moves += 1
         status.is_proved = False
-        status.forget("the prefix changed")
+        status.told.discard(("the prefix changed",))
         status.counters.counts.why_not = next(iter(status.uncached.values()), None)
         status.policy.moved()
         if name is None:

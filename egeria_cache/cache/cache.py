@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -331,25 +330,20 @@ class ActivationCache:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _PARTS or not self.__dict__.pop("_opens_late", False):
+        if name not in _PARTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # Only now: while it was unpickled, its model need not have been complete.
         self._open()
         return getattr(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
-        return state | {"_opens_late": True, "_attached": []}
+        kept = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
+        return kept | {"_attached": []}
 
     def __enter__(self) -> ActivationCache:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from egeria_cache.attempt import place_of
-from egeria_cache.batch import Batch, Entry, SampleId
+from egeria_cache.batch import Batch, Entry
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
@@ -53,20 +53,11 @@ class EngineCallbacks:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        store: ActivationStore,
-        status: Status,
-        audit_rate: float,
+        self, model: nn.Module, store: ActivationStore, status: Status, audit_rate: float
     ) -> None:
-        self._model = model
-        self._store = store
-        self._status = status
-        self._views = status.views
-        self._policy = status.policy
-        self.idle = status.policy.idle
-        self._counters = status.counters
-        self._counts = status.counters.counts
+        self._model, self._store, self._status = model, store, status
+        self._views, self._policy, self.idle = status.views, status.policy, status.policy.idle
+        self._counters, self._counts = status.counters, status.counters.counts
         self.called = status.counters.model_called
         self._audits = AuditPlan(audit_rate)
         self.audited = self._audits.choose
@@ -174,27 +165,24 @@ class EngineCallbacks:
     def _view_at(self, cut: Cut, batch: Batch) -> View | None:
         """Return the view that this batch is stored in, opened anew where that has to be."""
         if self._status.is_forked:
-            if self._counts.why_not != _FORKED:
-                self._counts.why_not = _FORKED
-                log.warning("nothing is cached here: %s", _FORKED)
+            self._counters.tell(_FORKED, "nothing is cached here: %s")
             return None
-        name = batch.loader_name
-        opened = self._opened.get(name)
+        opened = self._opened.get(batch.loader_name)
         if opened is not None and id(cut) not in opened:
             opened.add(id(cut))
-            if all(view.cut is not cut for view in self._views.of(name)):
+            if self._views.at(batch.loader_name, cut) is None:
                 self.cut_found(batch, cut)
-        return next((view for view in self._views.of(name) if view.cut is cut), None)
+        return self._views.at(batch.loader_name, cut)
 
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
-        reason: str | None = self._restless(batch, cut)
-        reason = reason or source.why_not_cacheable(batch)
+        reason: str | None = self._restless(batch, cut) or source.why_not_cacheable(batch)
         if reason is None:
             self._look_at_draws(batch, cut)
         reason = reason or source.why_not_served or source.why_not_compared(batch, cut.read)
-        reason = reason or (None if source.is_restless else source.fingerprint.why_not)
+        if reason is None and not source.is_restless:
+            reason = source.fingerprint.why_not
         if reason is not None:
             return reason
         return self._store.open_generation(
@@ -231,7 +219,7 @@ class EngineCallbacks:
             self._views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
-        ids, draws = _chosen(batch.ids, mask), source.stored_as(batch.draws[mask])
+        ids, draws = [*compress(batch.ids, mask)], source.stored_as(batch.draws[mask])
         # Those that hits leave were looked up when the batch was planned.
         is_missing = entry is not None and entry.cut is cut and rows is not None
         if not view.alive or not (is_missing or not view.contains(ids, draws).all()):
@@ -294,7 +282,7 @@ class EngineCallbacks:
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Look for a whole batch at another cut than it was planned for, and plan for that one."""
         planned = batch.entry
-        view = next((v for v in self._views.of(batch.loader_name) if v.cut is cut), None)
+        view = self._views.at(batch.loader_name, cut)
         if view is None or not isinstance(planned, PlannedEntry) or not planned.hit.all():
             return None
         located = view.generation.locate(planned.ids, variant=planned.draws)
@@ -328,7 +316,7 @@ class EngineCallbacks:
         Returns:
             Whether it is the data that have changed since the batch was given out: it is served.
         """
-        source, ids = batch.context.source, _chosen(batch.ids, rows)
+        source, ids = batch.context.source, [*compress(batch.ids, rows)]
         what = source.fingerprint.changed(midway=True) if source.side_worker is None else None
         if what is not None:
             source.forget()
@@ -442,15 +430,14 @@ class EngineCallbacks:
             return
         self._counts.failures += 1
         if self._status.is_news(_cause(error)):
-            self._counts.why_not = f"{_BESIDE}: {_told(error)}"
-            log.warning("calls of the model are computed: %s", self._counts.why_not)
+            self._counts.why_not = _told(error)
+            log.warning("calls of the model are computed: %s", _told(error))
 
     def failed_for(self, loader_name: str, error: Exception) -> None:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
         self._status.is_news(_cause(error))
-        told = _told(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {_told(error)}"
-        self.leave_uncached(loader_name, told)
+        self.leave_uncached(loader_name, _told(error))
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
         """Whether this loader's run is too short, as far as is known, to win back a proof."""
@@ -490,9 +477,7 @@ class EngineCallbacks:
         elif boundary is not None:
             self._counters.is_compiled = True
             why = str(BoundaryError.compiled_whole(boundary))
-            if self._counts.why_not != why:
-                self._counts.why_not = why
-                log.warning("what is compiled goes uncached: %s", why)
+            self._counters.tell(why, "what is compiled goes uncached: %s")
 
 
 def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
@@ -512,8 +497,4 @@ def _cause(error: Exception) -> Any:
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, EgeriaError) else repr(error)
-
-
-def _chosen(ids: Sequence[SampleId], mask: np.ndarray) -> list[SampleId]:
-    return list(compress(ids, mask))
+    return str(error) if isinstance(error, EgeriaError) else f"{_BESIDE}: {error!r}"

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,10 @@ _BESIDE = (
     "its batches are loaded in another thread than that which has trained so far, and the two "
     "share their random generators; give it num_workers=1 or more"
 )
-_IS_ALIVE = attrgetter("generation.alive")
+_CLOSED = (
+    "the cache is closed, and its loader goes on without it: train inside `with "
+    "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
+)
 _UNLIKE = "loader after loader was made over another data set, and none was passed again"
 MAX_UNLIKE = 8
 MAX_ALIKE = 4
@@ -98,7 +100,7 @@ class LoaderApi:
             return (), False
         if self.counters.is_compiled or os.getpid() != self._status.process:
             return (), True
-        return [*filter(_IS_ALIVE, self._status.views.live.get(source.key, ()))], True
+        return self.views(source.key), True
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""
@@ -220,7 +222,7 @@ class LoaderApi:
     def count_yielded(self) -> None:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
-            self.counters.yielded_closed()
+            self.counters.tell(_CLOSED)
         else:
             if not self.policy.idle:  # else the model is called with batches that nobody follows
                 self.counters.yielded()

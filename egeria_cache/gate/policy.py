@@ -40,10 +40,6 @@ from egeria_cache.gate.stats import CacheStats
 from egeria_cache.skip import Step
 
 log = logging.getLogger("egeria")
-_CLOSED = (
-    "the cache is closed, and its loader goes on without it: train inside `with "
-    "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
-)
 MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
 _NUM_DOUBTED = 8
@@ -116,24 +112,24 @@ class Counters:
         does one while a trainer collects batches before it uses any.
         """
         if self._num_unseen >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
-            self.counts.why_not = self._told_unseen = (
+            self._told_unseen = (
                 f"{self._num_unseen} batches were yielded and the model was not called with any of "
                 "them, so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make "
                 "the cache of that part. Is the whole model compiled? Compile its blocks instead "
                 "(block.compile()), and give it the loader's batches as they come"
             )
-            log.warning(self.counts.why_not)
+            self.tell(self._told_unseen)
         self._num_unseen += 1
         if self._num_unseen == 2 and self._steps is None:
             stepped = self._stepped  # and not `self`: the hook is the process's
             self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
             weakref.finalize(self, self._steps.remove)
 
-    def yielded_closed(self) -> None:
-        """Note that a batch was yielded after the cache was closed."""
-        if self.counts.why_not != _CLOSED:
-            self.counts.why_not = _CLOSED
-            log.warning(_CLOSED)
+    def tell(self, why: str, text: str = "%s", *, level: int = logging.WARNING) -> None:
+        """Say why nothing is served, until there is another reason."""
+        if self.counts.why_not != why:
+            log.log(level, text, why)
+        self.counts.why_not = why
 
     def model_called(self) -> None:
         """Note that the model was called (its cost is taken by whole steps: `StepTimer`)."""

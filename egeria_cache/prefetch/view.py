@@ -121,6 +121,10 @@ class Views:
         """What this loader's samples may be read from now, deepest boundary first."""
         return [view for view in self.live.get(loader_name, ()) if view.alive]
 
+    def at(self, loader_name: str, cut: Cut) -> View | None:
+        """Where this loader's samples are stored that were captured at a cut, if anywhere."""
+        return next((view for view in self.of(loader_name) if view.cut is cut), None)
+
     def everywhere(self) -> list[View]:
         """What may be read now, of all loaders."""
         return [view for views in self.live.values() for view in views if view.alive]
