@@ -150,13 +150,10 @@ class Boundary:
 
     def look_earlier(self, cut: Cut) -> None:
         """Cut before the last frozen module, if that is found to be better."""
-        found = None
-        if cut.boundary == self.engine.frozen:
-            found = self._status.policy.look_earlier(cut.profile)
-        if found is None:
+        policy = self._status.policy
+        if cut.boundary != self.engine.frozen or not (where := policy.look_earlier(cut.profile)):
             return
-        where, why = found
-        log.info("the model is %s", why)
+        log.info("the model is %s", policy.earlier)
         self.engine.set_boundary(where, frozen=self.engine.frozen)
         self._status.num_moves += 1
         self._void_unknown()

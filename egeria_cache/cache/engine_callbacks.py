@@ -473,7 +473,7 @@ class EngineCallbacks:
         elif kind == "proof":
             self._policy.proof_s += seconds
         elif kind == "beside":
-            self._policy.took_beside(seconds)
+            self._policy.unnoted_s += seconds
         elif boundary is not None:
             self._counters.is_compiled = True
             why = str(BoundaryError.compiled_whole(boundary))

@@ -287,11 +287,6 @@ class StepTimer:
         return True
 
     @property
-    def is_due(self) -> bool:
-        """Whether so many were served since the last verdict that it may be another one."""
-        return self.num_served % _BETWEEN_VERDICTS == 0
-
-    @property
     def verdict(self) -> tuple[bool, str]:
         """Whether to go on skipping, and why: unless more than an error dearer than computing."""
         served = np.array(self._recent.get("served", ()))
@@ -342,11 +337,12 @@ class ServingPolicy:
         """Whether it was not yet looked for a cut before the frozen boundary."""
         self._loaders = set[str]()
         """Which have begun a pass."""
-        self._unnoted_s = 0.0
-        """Taken by the cache in a step that has not ended."""
+        self.unnoted_s = 0.0
+        """Taken by the cache in a step that has not ended, beside loading or computing a batch."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
         self._overlap, self._is_stored, self._writing_s = overlap, is_stored, writing_s
-        self._earlier: str | None = None
+        self.earlier: str | None = None
+        """Where the model is cut before that, and why, if it is."""
         self.timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
         """By loader and boundary."""
         self.schedules: dict[str, Schedule] = {}
@@ -359,7 +355,7 @@ class ServingPolicy:
         self.idle.clear()
         for known in self.schedules.values():  # what was measured was of the other one
             known.forget()
-        self._earlier, self.seeks_cut = None, self.mode == "auto"
+        self.earlier, self.seeks_cut = None, self.mode == "auto"
 
     # ---- is it worth a proof? -----------------------------------------------------------------
 
@@ -411,10 +407,6 @@ class ServingPolicy:
             self.idle[loader] = why
         return why
 
-    def took_beside(self, seconds: float) -> None:
-        """All that was done beside loading or computing a batch: nothing that computing costs."""
-        self._unnoted_s += seconds
-
     # ---- whole steps --------------------------------------------------------------------------
 
     def step(
@@ -430,9 +422,10 @@ class ServingPolicy:
             num_samples: Of the batch.
         """
         timer = self.timers[loader, boundary]
-        proof_s, self._unnoted_s = min(self._unnoted_s, seconds), 0.0
+        proof_s, self.unnoted_s = min(self.unnoted_s, seconds), 0.0
         timer.step(kind, seconds, num_samples, proof_s=proof_s)
-        if kind != "served" or self.mode != "auto" or not timer.is_due:
+        is_due = kind == "served" and timer.num_served % _BETWEEN_VERDICTS == 0
+        if not is_due or self.mode != "auto":
             return None
         pays, why = timer.verdict
         if pays or timer.measures_anew():
@@ -441,18 +434,17 @@ class ServingPolicy:
         self.idle[loader] = why
         return why
 
-    def look_earlier(self, profile: tuple[Step, ...]) -> tuple[str, str] | None:
-        """Look once for a cut before the frozen boundary; return where and why, if there is one."""
+    def look_earlier(self, profile: tuple[Step, ...]) -> str | None:
+        """Look once for a cut before the frozen boundary; return where, if there is one."""
         self.seeks_cut = not profile
         found = choose(profile, self._overlap)
         if found is None or found is profile[-1]:
             return None
-        last = profile[-1]
-        self._earlier = (
+        self.earlier = (
             f"cut at {found.name!r}, whose output is smaller: {found.row_bytes:,} bytes a sample, "
-            f"{last.row_bytes:,} at {last.name!r}"
+            f"{profile[-1].row_bytes:,} at {profile[-1].name!r}"
         )
-        return found.name, self._earlier
+        return found.name
 
     # ---- figures ------------------------------------------------------------------------------
 
@@ -465,7 +457,7 @@ class ServingPolicy:
                 found[loader] = f"on: {timer.verdict[1]}"
         named = {loader.rpartition("#")[0]: what for loader, what in found.items()}
         said = [f"{name!r} {what}" if len(named) > 1 else what for name, what in named.items()]
-        return "; ".join([*said, self._earlier] if self._earlier else said)
+        return "; ".join([*said, self.earlier] if self.earlier else said)
 
     @property
     def saved_s(self) -> float:

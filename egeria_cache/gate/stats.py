@@ -82,38 +82,19 @@ class CacheStats:
 
     def report(self) -> str:
         """Return the figures as lines for people."""
-        return as_text(self._lines())
-
-    @property
-    def _proof(self) -> str:
-        return f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
-
-    @property
-    def _random(self) -> str:
-        if not self.random_samples:
-            return ""
-        uses = {"for ever" if n is None else f"for {n} epochs each" for n in self.reuse.values()}
-        used = f"used {' or '.join(sorted(uses))}, " if uses else ""
-        return f"{used}{self.freshness:.0%} of the samples seen were drawn anew"
-
-    @property
-    def _density(self) -> str:
-        ratio = self.compression_ratio
-        if not self.stored_bytes:
-            return ""
-        return f", compressed {ratio:.2f}x" if ratio >= 1 else f", grown {1 / ratio:.2f}x"
-
-    def _lines(self) -> dict[str, str]:
-        seen = self.hits + self.misses
+        seen, ratio = self.hits + self.misses, self.compression_ratio
+        proof = f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
+        density = f", compressed {ratio:.2f}x" if ratio >= 1 else f", grown {1 / ratio:.2f}x"
         lines = {
             "boundary": self.boundary or "none",
             "samples from the cache": f"{self.hits} of {seen} ({self.hit_rate:.0%})",
             "batches whole / in part / computed": (
                 f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"
             ),
-            "random draws": self._random,
-            "training time saved": f"{self.saved_s:.1f} s{self._proof}",
-            "on disk": f"{size(self.bytes_on_disk)} of {size(self.limit_bytes)}{self._density}",
+            "random draws": self._random_draws(),
+            "training time saved": f"{self.saved_s:.1f} s{proof}",
+            "on disk": f"{size(self.bytes_on_disk)} of {size(self.limit_bytes)}"
+            + (density if self.stored_bytes else ""),
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
             "reloaded": str(self.refetched),
             "writes dropped": str(self.dropped_writes),
@@ -121,4 +102,11 @@ class CacheStats:
             "gate": self.gate or "no decision yet",
             "not cached because": self.why_not or "",
         }
-        return {name: value for name, value in lines.items() if value}
+        return as_text({name: value for name, value in lines.items() if value})
+
+    def _random_draws(self) -> str:
+        if not self.random_samples:
+            return ""
+        uses = {"for ever" if n is None else f"for {n} epochs each" for n in self.reuse.values()}
+        used = f"used {' or '.join(sorted(uses))}, " if uses else ""
+        return f"{used}{self.freshness:.0%} of the samples seen were drawn anew"

@@ -182,7 +182,7 @@ class Pass:
             self._num_calls = 0 if self._cache is None else self._cache.counters.num_calls
         self._steps.append(plan)
         if plan.entry is None and self._cache is not None:
-            self._cache.policy.took_beside(time.perf_counter() - asked + loads)
+            self._cache.policy.unnoted_s += time.perf_counter() - asked + loads
         if self._times_loading and self._cache is not None:
             # What a batch cost without it, as far as it wants to know.
             self._cache.policy.schedules[self._source.key].loads.append(loaded.load_s)
