@@ -20,22 +20,10 @@ from egeria_cache.store import ActivationStore
 from egeria_cache.version import __version__
 
 __all__ = [
-    "ActivationCache",
-    "ActivationStore",
-    "BoundaryError",
-    "BoundaryMoved",
-    "CacheStats",
-    "EgeriaError",
-    "EgeriaLoader",
-    "FeatureAugment",
-    "ForeignError",
-    "FrozenFront",
-    "FrozenPrefix",
-    "ShardAffineSampler",
-    "StoreError",
-    "__version__",
-    "sample_seed",
-]
+    "ActivationCache", "ActivationStore", "BoundaryError", "BoundaryMoved", "CacheStats",
+    "EgeriaError", "EgeriaLoader", "FeatureAugment", "ForeignError", "FrozenFront", "FrozenPrefix",
+    "ShardAffineSampler", "StoreError", "__version__", "sample_seed",
+]  # fmt: skip
 
 ActivationCache._takes_over = staticmethod(attach)
 EgeriaLoader._asked_by_accelerate = staticmethod(keep_through_accelerate)

@@ -14,15 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from egeria_cache.arguments import (
-    Codec,
-    Gate,
-    Padding,
-    check_choice,
-    check_fraction,
-    check_whole_number,
-    names_known,
-)
+from egeria_cache import arguments
+from egeria_cache.arguments import Codec, Gate, Padding
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.batch import forget_trials
 from egeria_cache.cache.boundary import Boundary, BoundaryMoved, Status
@@ -85,7 +78,7 @@ class ActivationCache:
     _takes_over: ClassVar[Callable[..., Callable[[], None]]]
     """Lets a loader be served from a cache, and returns what undoes it."""
 
-    @names_known
+    @arguments.names_known
     def __init__(
         self,
         model: nn.Module,
@@ -103,11 +96,11 @@ class ActivationCache:
         method: str = "forward",
     ) -> None:
         _check_kinds(model, directory, boundary)
-        check_whole_number("ring_batches", ring_batches)
-        check_fraction("audit_rate", audit_rate)
-        check_choice("codec", codec, Codec)
-        check_choice("gate", gate, Gate)
-        check_choice("padding", padding, Padding)
+        arguments.check_whole_number("ring_batches", ring_batches)
+        arguments.check_fraction("audit_rate", audit_rate)
+        arguments.check_choice("codec", codec, Codec)
+        arguments.check_choice("gate", gate, Gate)
+        arguments.check_choice("padding", padding, Padding)
         if not callable(getattr(type(inner_model(model)), method, None)):
             raise ValueError(f"{type(inner_model(model)).__name__} has no method {method!r}")
         self.model = model

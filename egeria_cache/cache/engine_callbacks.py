@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
+from egeria_cache import samples
 from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Entry
 from egeria_cache.cache.boundary import Status, shown_name
@@ -17,14 +18,7 @@ from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
 from egeria_cache.gate import AuditPlan
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
-from egeria_cache.samples import (
-    DEFAULT_REUSE,
-    RESTLESS,
-    BatchContext,
-    LoaderSource,
-    row_prints,
-    same_values,
-)
+from egeria_cache.samples import BatchContext, LoaderSource
 from egeria_cache.skip import MAX_CHAINS, Cut
 from egeria_cache.store import ActivationStore, Generation
 
@@ -151,7 +145,7 @@ class EngineCallbacks:
     def draws_count(self, source: LoaderSource) -> None:
         """What the front reads is another: by a random draw, or the data have changed."""
         if source.is_restless:
-            why = f"{RESTLESS}, and so does now what the frozen front reads of it"
+            why = f"{samples.RESTLESS}, and so does now what the frozen front reads of it"
             self.leave_uncached(source.key, why, unlink=True)
             return
         source.unsettle()
@@ -253,7 +247,7 @@ class EngineCallbacks:
         self._counts.reuse[source.name] = source.draws.reuse
         num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
         # Who has chosen need not be told in every run.
-        level = logging.WARNING if source.draws.reuse == DEFAULT_REUSE else logging.INFO
+        level = logging.WARNING if source.draws.reuse == samples.DEFAULT_REUSE else logging.INFO
         told = source.draws.told(source.drawn_from, num_bytes)
         log.log(level, "loader %r: %s", source.name, told)
         return True
@@ -264,20 +258,18 @@ class EngineCallbacks:
         if view.padding != (None if batch.lengths is None else batch.lengths.padding):
             return False  # it was loaded before it was known how samples are padded
         shapes = {path: tuple(row.shape[1:]) for path, row in view.rows.items()}
-        now = {path: tuple(meta.shape[1:]) for path, meta in context.metas.items()}
-        differ = [path for path, shape in now.items() if shapes.get(path, shape) != shape]
-        constants = view.constants_for(batch.size)
-        differ += [p for p, v in constants.items() if not same_values(context.constants.get(p), v)]
-        if not differ:
-            return True
-        path = differ[0]
-        one, other = {**constants, **shapes}[path], {**context.constants, **now}.get(path)
-        self.leave_uncached(
-            batch.loader_name,
-            f"leaf {path!r} is {one!r} in one batch and {other!r} in another, and that is no "
-            "padding; give it to the model as an argument",
-        )
-        return False
+        then = {**shapes, **view.constants_for(batch.size)}
+        now = {**shapes, **context.constants}
+        now |= {path: tuple(meta.shape[1:]) for path, meta in context.metas.items()}
+        for path, value in then.items():
+            if not samples.same_values(now.get(path), value):
+                self.leave_uncached(
+                    batch.loader_name,
+                    f"leaf {path!r} is {value!r} in one batch and {now.get(path)!r} in another, "
+                    "and that is no padding; give it to the model as an argument",
+                )
+                return False
+        return True
 
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Look for a whole batch at another cut than it was planned for, and plan for that one."""
@@ -487,7 +479,7 @@ def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
     read = {path: batch.rows_of(path, rows) for path in sorted(view.cut.read)}
     if changed := {path: values for path, values in read.items() if values is None}:
         return changed
-    return {PRINT: row_prints(list(read.values()))}  # type: ignore[arg-type]
+    return {PRINT: samples.row_prints(list(read.values()))}  # type: ignore[arg-type]
 
 
 def _cause(error: Exception) -> Any:

@@ -33,8 +33,6 @@ _CLOSED = (
     "the cache is closed, and its loader goes on without it: train inside `with "
     "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
 )
-_UNLIKE = "loader after loader was made over another data set, and none was passed again"
-MAX_UNLIKE = 8
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -56,8 +54,6 @@ class LoaderApi:
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
-        self._num_unlike = 0
-        """Loaders that have begun without anything of others to adopt."""
         self._directory = directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
@@ -129,18 +125,15 @@ class LoaderApi:
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
-        self._num_unlike += not self.views(source.key)
-        if self._num_unlike == MAX_UNLIKE and not self.counters.counts.hits:
-            self._host.uncached(_UNLIKE, "Let a sampler choose from one data set, of one loader")
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._status.views.forget(key)  # it asks again when it begins another pass
 
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed: note where the next pass stands."""
         if source.is_random and self.views(source.key):
-            self._clocks[_note_of(source)] = after = Clock(clock.tick + 1, clock.since)
-            draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
-            self._note(_note_of(source), {**draws, "tick": after.tick, "since": after.since})
+            name, draws = _note_of(source)
+            self._clocks[name] = after = Clock(clock.tick + 1, clock.since)
+            self._note(name, {**draws, "tick": after.tick, "since": after.since})
 
     def next_pass_of(self, source: LoaderSource) -> Clock | None:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
@@ -148,7 +141,7 @@ class LoaderApi:
         """
         if not self._clocks and not any(self._directory.glob(f"{NOTE}draws-*")):
             return None  # a fingerprint takes time
-        name = _note_of(source)
+        name, _ = _note_of(source)
         return self._clocks.get(name) or next(_clocks(self._directory, name), (None, None))[0]
 
     def is_refused(self, loader_name: str) -> bool:
@@ -190,9 +183,8 @@ class LoaderApi:
         that draws must not be seeded or put back meanwhile. If the model is called, say so.
         """
         engine = self._boundary.engine
-        if source.side_worker is not None or threading.get_ident() == engine.trained_by:
-            return False
-        if not engine.is_beside():
+        is_trained_here = threading.get_ident() == engine.trained_by
+        if source.side_worker is not None or is_trained_here or not engine.is_beside():
             return False
         if engine.has_run:
             self.leave_uncached(source.key, _BESIDE)
@@ -290,10 +282,11 @@ def draws_noted(directory: Path, fields: Mapping[str, Any]) -> list[dict[str, An
     ]
 
 
-def _note_of(source: LoaderSource) -> str:
-    fields = {**source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
-    text = json.dumps(fields, sort_keys=True, default=repr)
-    return f"{NOTE}draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+def _note_of(source: LoaderSource) -> tuple[str, dict[str, Any]]:
+    """Return the name of a file, and what it says of a loader's random draws, but for the clock."""
+    draws = {"of": source.fields, "reuse": source.draws.reuse, "kept": source.draws.kept}
+    text = json.dumps(draws, sort_keys=True, default=repr)
+    return f"{NOTE}draws-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json", draws
 
 
 def _clocks(directory: Path, pattern: str) -> Iterator[tuple[Clock, dict[str, Any]]]:

@@ -8,32 +8,14 @@ what is cached or served.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from egeria_cache.loader import take_over
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
 
-__all__ = ["Controller", "attach", "keep_through_accelerate"]
-
-
-class Controller(Protocol):
-    """What is asked of a freeze controller, such as `egeria_core.FreezeController`."""
-
-    def step(self, loss: Tensor | float | None = None) -> None:
-        """Look at the step that has just been taken."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next decisions depend on."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-
-    def close(self) -> None:
-        """Take every hook off."""
+__all__ = ["attach", "keep_through_accelerate"]
 
 
 def attach(loader: Any, cache: ActivationCache, **options: Any) -> Callable[[], None]:

@@ -45,7 +45,10 @@ def keep_caches() -> None:
         **kwargs: Any,
     ) -> None:
         loader = original_of(batch_sampler, dataset, kwargs.get("collate_fn"))
-        if loader is None or not _is_served(self, loader):
+        is_dispatched = issubclass(type(self), accelerated.DataLoaderDispatcher)
+        if loader is not None and loader.cache is not None and is_dispatched:
+            _say_dispatched(loader.cache, loader.name)
+        if loader is None or is_dispatched:
             original(self, dataset, use_stateful_dataloader, batch_sampler, **kwargs)
             return
         # Not torchdata's loader, which draws random numbers while it is made.
@@ -92,14 +95,6 @@ def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:
     assert prepared is not None
     now = prepared.base_dataloader.state_dict()["now"]
     return {**prepared.dl_state_dict, "now": now}
-
-
-def _is_served(adapter: Any, loader: EgeriaLoader[Any]) -> bool:
-    if not issubclass(type(adapter), accelerated.DataLoaderDispatcher):
-        return True
-    if loader.cache is not None:
-        _say_dispatched(loader.cache, loader.name)
-    return False
 
 
 def _say_dispatched(cache: ActivationCache, name: str) -> None:

@@ -8,14 +8,12 @@ The hooks in the order in which the Trainer calls them are the order of the meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-from egeria_cache.integrations import Controller
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
@@ -38,8 +36,8 @@ class EgeriaCallback(Callback):
     Args:
         cache: Of the LightningModule, or of a part of it; under ddp with a controller, of the
             LightningModule itself.
-        controller: A freeze controller, or what makes one from (model, optimizer, cache), such as
-            `partial(FreezeController, policy="plasticity", total_steps=10_000)`.
+        controller: A freeze controller (`egeria_core.FreezeController`), or what makes one from
+            (model, optimizer, cache): `partial(FreezeController, total_steps=10_000)`.
         boundary: Where to cut from the start of `fit` on, as the cache's model names it. Not
             together with a controller, which decides that.
 
@@ -48,11 +46,7 @@ class EgeriaCallback(Callback):
     """
 
     def __init__(
-        self,
-        cache: ActivationCache,
-        controller: Controller | Callable[..., Controller] | None = None,
-        *,
-        boundary: str | None = None,
+        self, cache: ActivationCache, controller: Any = None, *, boundary: str | None = None
     ) -> None:
         if controller is not None and boundary is not None:
             raise ValueError(f"the controller sets the boundary; leave out boundary={boundary!r}")

@@ -7,17 +7,14 @@ which augmented version of the samples comes next, and what the controller knows
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from egeria_cache.cache import ActivationCache
-from egeria_cache.integrations import Controller
 from egeria_cache.integrations.accelerate import attach_prepared
 
 __all__ = ["EgeriaTrainer", "EgeriaTrainerMixin"]
@@ -29,10 +26,10 @@ class EgeriaTrainerMixin:
     Args:
         args: Trainer's.
         cache: The `ActivationCache` of the model that is given to Trainer. None trains without.
-        controller: Decides what is frozen; is given the loss of every optimizer step. Or what makes
-            one of the model and the optimizer, once Trainer has made that:
-            `partial(FreezeController, cache=cache)`.
-        kwargs: Trainer's.
+        controller: A freeze controller (`egeria_core.FreezeController`), which is given the loss
+            of every optimizer step. Or what makes one of the model and the optimizer, once Trainer
+            has made that: `partial(FreezeController, cache=cache)`.
+        more: Trainer's.
     """
 
     accelerator: Any
@@ -41,11 +38,7 @@ class EgeriaTrainerMixin:
     state: Any
 
     def __init__(
-        self,
-        *args: Any,
-        cache: ActivationCache | None = None,
-        controller: Controller | Callable[[nn.Module, Any], Controller] | None = None,
-        **kwargs: Any,
+        self, *args: Any, cache: ActivationCache | None = None, controller: Any = None, **more: Any
     ) -> None:
         self.cache = cache
         self.controller: Any = controller if hasattr(controller, "step") else None
@@ -53,7 +46,7 @@ class EgeriaTrainerMixin:
         self._train_loader: Any = None
         self._step_loss: torch.Tensor | None = None
         self._logged_boundary: str | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **more)
         self.add_callback(_Tells(self))  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,14 +95,12 @@ class EgeriaTrainerMixin:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         path = None if checkpoint is None else self._state_path(Path(checkpoint))
         if path is not None and path.exists():
-            self._load_state(torch.load(path, map_location="cpu", weights_only=False))
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        loader: Any = getattr(self._train_loader, "base_dataloader", None)
-        if hasattr(loader, "_take_draws") and state["loader"] is not None:
-            loader._take_draws(state["loader"])
-        if self.controller is not None and state["controller"] is not None:
-            self.controller.load_state_dict(state["controller"])
+            state = torch.load(path, map_location="cpu", weights_only=False)
+            loader: Any = getattr(self._train_loader, "base_dataloader", None)
+            if hasattr(loader, "_take_draws") and state["loader"] is not None:
+                loader._take_draws(state["loader"])
+            if self.controller is not None and state["controller"] is not None:
+                self.controller.load_state_dict(state["controller"])
 
     def _save_state(self, directory: Path) -> None:
         loader: Any = getattr(self._train_loader, "base_dataloader", None)
@@ -121,11 +112,6 @@ class EgeriaTrainerMixin:
 
     def _state_path(self, checkpoint: Path) -> Path:
         return checkpoint / f"egeria_{self.args.process_index}.pt"
-
-    def _end_step(self) -> None:
-        if self.controller is not None and self._step_loss is not None:
-            self.controller.step(self._step_loss)
-        self._step_loss = None
 
     def _cached(self, prepared: Any, name: str) -> Any:
         if self.cache is not None:
@@ -147,7 +133,10 @@ class _Tells(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer._end_step()
+        trainer = self._trainer
+        if trainer.controller is not None and trainer._step_loss is not None:
+            trainer.controller.step(trainer._step_loss)
+        trainer._step_loss = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = self._trainer

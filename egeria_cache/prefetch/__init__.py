@@ -9,12 +9,5 @@ from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThr
 from egeria_cache.prefetch.view import ACTIVATION, PRINT, View, Views, record
 
 __all__ = [
-    "ACTIVATION",
-    "PRINT",
-    "PlannedEntry",
-    "Prefetcher",
-    "ReaderThreads",
-    "View",
-    "Views",
-    "record",
-]
+    "ACTIVATION", "PRINT", "PlannedEntry", "Prefetcher", "ReaderThreads", "View", "Views", "record",
+]  # fmt: skip
