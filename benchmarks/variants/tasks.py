@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from egeria_cache.augment import Crop, Dropout, Noise, Operation, Translate
+from benchmarks.variants.operations import Crop, Dropout, Translate
+from egeria_cache.augment import Noise, Operation
 
 __all__ = ["TASKS", "Augmented", "Task", "front_of", "photographs", "warmed_up"]
 
