@@ -885,7 +885,6 @@ class SkipEngine:
         self._num_calls = 0
         self.stand_in()
         self._thaw.forget()
-        self._plans.forget_parked()
         self._place(name, frozen)
 
     def _place(self, name: str | None, frozen: str | None) -> None:
@@ -896,7 +895,7 @@ class SkipEngine:
             self._sharded.follow(frozen)
         before = self._plans.all()
         kept = [r for r in before if name is not None and not r.lies_beyond(name)]
-        self._plans.turn_to(kept)
+        self._plans = PlanCache(kept)
         same_prefix = frozen is not None and frozen == self.frozen
         self.is_awaited |= self.boundary is not None
         self.boundary, self.frozen, self.cut = name, frozen, None

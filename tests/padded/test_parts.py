@@ -15,7 +15,7 @@ from egeria_cache import EgeriaLoader
 from egeria_cache.batch import flatten
 from egeria_cache.ragged import PaddedRows, blank, pad_rows, widen
 from egeria_cache.samples.collation import find_padding
-from egeria_cache.skip.serve.padded import Rule
+from egeria_cache.skip.serve.cut import Rule
 from tests.helpers.sentences import Encoder, Sentences, pad_left, pad_right
 from tests.padded.test_loops import Run, assert_same
 

@@ -54,9 +54,16 @@ _ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValue
 @contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Route this thread's calls of `modules` through `handler` until the block ends."""
-    replaced = Replaced()
+    replaced, thread = Replaced(), get_ident()
+
+    def route(module: nn.Module, original: Handler, *args: Any, **kwargs: Any) -> Any:
+        # Another thread that runs the model at the same time (an evaluation) must not notice.
+        if get_ident() != thread:
+            return original(*args, **kwargs)
+        return handler(module, original, *args, **kwargs)
+
     try:
-        take_over(modules, functools.partial(_route, get_ident(), handler), replaced)
+        take_over(modules, route, replaced)
         yield
     finally:
         put_back(replaced)
@@ -132,26 +139,13 @@ def put_back(replaced: Replaced) -> None:
     One of those, undone later, would put back what this block had put there.
     """
     active = LOCAL.active
-    begin = len(active)
-    for place, one in enumerate(active):
-        if one is replaced:
-            begin = place
-            break
+    begin = next((at for at, one in enumerate(active) if one is replaced), len(active))
     for own, key, before in reversed([*itertools.chain.from_iterable(active[begin:])]):
         if before is _MISSING:
             own.pop(key, None)
         else:
             own[key] = before
     del active[begin:]
-
-
-def _route(
-    thread: int, handler: Handler, module: nn.Module, original: Handler, *args: Any, **kwargs: Any
-) -> Any:
-    """Another thread that runs the model at the same time (an evaluation) must not notice."""
-    if get_ident() != thread:
-        return original(*args, **kwargs)
-    return handler(module, original, *args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -215,9 +209,7 @@ class Recorder:
 
     def _look(self, running: int) -> None:
         """Compare the random state with that at the last call or return."""
-        if self.watch is None:
-            return
-        before, self._random = self._random, self.watch()
+        before, self._random = self._random, self.watch and self.watch()
         if before is not None and not before.equals(self._random):
             self.drew.setdefault(running, self._num_ended)
 
@@ -446,10 +438,9 @@ def hold_around(module: nn.Module, boundary: nn.Module) -> AroundForward | None:
     """
     if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
         return None
-    if all(inner is not boundary for inner in module.modules()) or module is boundary:
+    is_inside = module is not boundary and any(one is boundary for one in module.modules())
+    if not is_inside or len(entries(module)) > 1:  # its `forward` is not what is called
         return None
-    if len(entries(module)) > 1:
-        return None  # its `forward` is not what is called
     around = around_of(module)
     if around is None:
         around = AroundForward(module)

@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -105,12 +104,12 @@ class Scout:
         if self.is_done or torch.compiler.is_compiling() or not _have_batch(given):
             return
         with Attempt():
-            frames = list(_frames_of(self._model))
-            found = next((one for one in map(_method_given_a_batch, frames) if one), None)
-            if found is not None:
-                self.close()
-                self._found(self._model, *found)
-            elif not any(frame.f_code.co_name == "forward" for frame in frames):
+            called = list(_called_of(self._model))
+            for name, of_method in called:
+                if not self.is_done and name != "forward" and _have_batch(of_method.values()):
+                    self.close()
+                    self._found(self._model, name, (), of_method)
+            if not self.is_done and all(name != "forward" for name, _ in called):
                 self.close()
                 self._found(part, "forward", args, kwargs)
 
@@ -122,26 +121,20 @@ def _nothing(*_: Any) -> None:
     """Stand in a copy for what looks in the original."""
 
 
-def _frames_of(model: nn.Module) -> Iterator[FrameType]:
-    """Yield the model's own methods that are running, the outermost first."""
+def _called_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the model's own methods that are running, with their arguments, outermost first."""
     found, frame = [], sys._getframe(1)
     while frame is not None:
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if names and frame.f_locals.get(names[0]) is model:
-            method = inspect.getattr_static(type(model), frame.f_code.co_name, None)
+        code, local = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_argcount and local.get(names[0]) is model:
+            method = inspect.getattr_static(type(model), code.co_name, None)
             method = None if method is None else inspect.unwrap(method)
-            if getattr(method, "__code__", None) is frame.f_code:
-                found.append(frame)
+            if getattr(method, "__code__", None) is code:
+                given = {name: local[name] for name in names[1:] if name in local}
+                found.append((code.co_name, given))
         frame = frame.f_back  # type: ignore[assignment]
     yield from reversed(found)
-
-
-def _method_given_a_batch(frame: FrameType) -> tuple[str, tuple[()], dict[str, Any]] | None:
-    code = frame.f_code
-    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-    given = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
-    is_way_in = _have_batch(given.values()) and code.co_name != "forward"
-    return (code.co_name, (), given) if is_way_in else None
 
 
 def _have_batch(values: Iterable[Any]) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from types import TracebackType
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -48,7 +47,10 @@ class _HeldTrain(StandIn):
         self.wanted = module.training
         self.num_holders = 0
         self.keeps_flag = False
-        """Whether the module's own flag says what was asked for: see `_leads_others`."""
+        """Whether the module's own flag says what was asked for, because it leads others, which
+        train: `nn.TransformerEncoder` takes all of its layers down another path, of nested tensors,
+        where its first one is in inference mode. The flag of a layer itself draws nothing.
+        """
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if not isinstance(mode, bool):
@@ -65,21 +67,6 @@ class _HeldTrain(StandIn):
         if _held(self.module) is self:
             del self.module.__dict__["train"]
         self.module.training = self.wanted
-
-
-def _leads_others(module: nn.Module, model: nn.Module | None) -> bool:
-    """Whether the flag of this module decides how others run, which train.
-
-    `nn.TransformerEncoder` takes all of its layers down another path, of nested tensors, where its
-    first one is in inference mode; those that train cannot follow. The flag of a layer itself draws
-    nothing, so that it may stay.
-    """
-    return model is not None and any(
-        isinstance(one, nn.TransformerEncoder)
-        and one.layers[0] is module
-        and any(parameter.requires_grad for parameter in one.parameters())
-        for one in model.modules()
-    )
 
 
 def _held(module: nn.Module) -> _HeldTrain | None:
@@ -127,8 +114,13 @@ class FrozenPrefix:
                     continue
                 held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1
-                if isinstance(module, nn.TransformerEncoderLayer):
-                    held.keeps_flag = _leads_others(module, self._model)
+                if self._model and isinstance(module, nn.TransformerEncoderLayer):
+                    held.keeps_flag = any(
+                        isinstance(one, nn.TransformerEncoder)
+                        and one.layers[0] is module
+                        and any(parameter.requires_grad for parameter in one.parameters())
+                        for one in self._model.modules()
+                    )
                 module.__dict__["train"] = held
                 self.modules[id(module)] = module
         self.put_back()
@@ -211,12 +203,7 @@ class FrozenPrefix:
     def __enter__(self) -> FrozenPrefix:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

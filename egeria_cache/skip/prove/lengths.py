@@ -27,9 +27,8 @@ from egeria_cache.skip.prove.model_copy import take
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import Slot, TensorSpec
+from egeria_cache.skip.serve.cut import Rule, Slot, TensorSpec
 from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, DynamicShapes, OutputAxis
-from egeria_cache.skip.serve.padded import Rule
 from egeria_cache.skip.serve.plan import ReplayPlan
 
 Whole = tuple[int, ...]

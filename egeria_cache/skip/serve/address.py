@@ -16,7 +16,6 @@ from egeria_cache.pystate import Code, describe, digest, tensor_digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
-from egeria_cache.skip.serve.cut import Slot
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.hooks import hooks_of
@@ -79,6 +78,11 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
     arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
     weights = "".join(f"{name}={content};" for name, content in guard.contents())
     pinned = {paths[i]: tensor_digest(tensor) for i, tensor in plan.pinned.items()}
+    specs = {name: plan.tensor_spec(slot) for name, slot in plan.slots().items()}
+    shapes: dict[str, list[Any]] = {name: list(spec.row.shape) for name, spec in specs.items()}
+    for name, growth in plan.row_growth().items():
+        for dim, _ in growth.dims:
+            shapes[name][dim] = "length"
     odd: dict[str, Any] = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
     if (precision := str(fp32_precision())) != "highest":
         odd["precision"] = precision
@@ -93,25 +97,12 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         "autocast": [list(pair) for pair in autocast_modes()],
         "default_dtype": str(torch.get_default_dtype()),
         "tensors": {
-            name: {
-                "shape": _row_shape(plan, name, slot),
-                "dtype": str(plan.tensor_spec(slot).dtype),
-                "order": list(plan.tensor_spec(slot).order),
-            }
-            for name, slot in plan.slots().items()
+            name: {"shape": shapes[name], "dtype": str(spec.dtype), "order": list(spec.order)}
+            for name, spec in specs.items()
         },
-        "device": plan.tensor_spec(next(iter(plan.slots().values()))).device.type,
+        "device": next(iter(specs.values())).device.type,
         "torch": torch.__version__.partition("+")[0],
     }
-
-
-def _row_shape(plan: ReplayPlan, name: str, slot: Slot) -> list[Any]:
-    """Return the shape of a row, without the sizes that follow the lengths of samples."""
-    shape: list[Any] = list(plan.tensor_spec(slot).row.shape)
-    growth = plan.row_growth().get(name)
-    for dim, _ in () if growth is None else growth.dims:
-        shape[dim] = "length"
-    return shape
 
 
 def _structure(plan: ReplayPlan) -> str:

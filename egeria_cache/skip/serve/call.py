@@ -68,19 +68,14 @@ class Layout:
 
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""
-        if not self.opened:
-            built = tree_unflatten(leaves, self.spec)
-        else:
-            outer, rest = list[Any](), iter(leaves)
-            opened = {at: i for i, (at, *_) in enumerate(self.opened)}
-            for at in range(self.spec.num_leaves):
-                if at in opened:
-                    structure = self.structures[opened[at]]
-                    values = {path: next(rest) for path in structure.paths}
-                    outer.append(structure.rebuild(values))
-                else:
-                    outer.append(next(rest))
-            built = tree_unflatten(outer, self.spec)
+        outer, rest = list[Any](), iter(leaves)
+        opened = {at: one for (at, *_), one in zip(self.opened, self.structures, strict=True)}
+        for at in range(self.spec.num_leaves):
+            if (structure := opened.get(at)) is None:
+                outer.append(next(rest))
+            else:
+                outer.append(structure.rebuild({path: next(rest) for path in structure.paths}))
+        built = tree_unflatten(outer, self.spec)
         args, kwargs = (own_containers(*pair) for pair in zip(given, built, strict=True))
         return args, kwargs
 
@@ -97,20 +92,27 @@ class Layout:
         return found
 
 
-def _take_apart(
-    tree: Any, look_into: Callable[[Any], tuple[Structure, dict[str, Any]] | None]
-) -> tuple[list[Any], Layout]:
+def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
+    """Take a tree of what a call is given, or of its results, apart.
+
+    Of what is no pytree an object that holds a tensor of a loader is opened, and of results any
+    mapping or record. Other objects, such as a cache of keys and values, count as one there:
+    skipped modules may have filled them.
+    """
     outer, spec = tree_flatten(tree)
     leaves, opened, structures = list[Any](), [], []
     for at, leaf in enumerate(outer):
-        found = None if isinstance(leaf, (Tensor, *PLAIN)) else look_into(leaf)
-        if found is None:
-            leaves.append(leaf)
-        else:
-            structure, inner = found
+        is_open = not isinstance(leaf, (Tensor, type, *PLAIN))
+        if is_result:
+            is_open &= isinstance(leaf, Mapping | SimpleNamespace) or is_dataclass(leaf)
+        structure, inner = flatten(leaf, -1) if is_open else (None, {"": leaf})
+        values = inner.values()
+        if structure and (is_result or any(isinstance(one, BatchTensor) for one in values)):
             opened.append((at, type(leaf), structure.paths))
             structures.append(structure)
-            leaves += (inner[path] for path in structure.paths)
+            leaves += values
+        else:
+            leaves.append(leaf)
     return leaves, Layout(spec, tuple(opened), tuple(structures))
 
 
@@ -118,21 +120,6 @@ def _take_apart(
 def _flat(count: int) -> Layout:
     """Return the layout of so many positional arguments that are one leaf each."""
     return Layout(tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
-
-
-def _with_batch(leaf: Any) -> tuple[Structure, dict[str, Any]] | None:
-    """Look into an object that is no pytree, if it holds a tensor of a loader."""
-    structure, inner = flatten(leaf, -1)
-    found = any(isinstance(value, BatchTensor) for value in inner.values())
-    return (structure, inner) if found else None
-
-
-def _result(leaf: Any) -> tuple[Structure, dict[str, Any]] | None:
-    """Look into a mapping or a record that is no pytree. Other objects, such as a cache of keys and
-    values, count as one: skipped modules may have filled them.
-    """
-    is_open = isinstance(leaf, Mapping | SimpleNamespace) or is_dataclass(leaf)
-    return flatten(leaf, -1) if is_open and not isinstance(leaf, type) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +138,6 @@ class Lent:
         put = {key: value for key, value in after.items()
                if key not in before or before[key] is not value}  # fmt: skip
         return put | dict.fromkeys(before.keys() - after.keys(), _GONE)
-
-    def put(self, content: Mapping[Any, Any]) -> None:
-        """Put values into what the model was given."""
-        _put(self.built, content)
 
     def hand_back(self) -> None:
         """Let the caller's container be as the model has left the one that it was given."""
@@ -225,22 +208,23 @@ class Invocation:
         """Take a call apart."""
         is_flat = not kwargs and _ONE_LEAF.issuperset(map(type, args))
         leaves, layout = (
-            (list(args), _flat(len(args))) if is_flat else _take_apart((args, kwargs), _with_batch)
+            (list(args), _flat(len(args)))
+            if is_flat
+            else _take_apart((args, kwargs), is_result=False)
         )
-        tagged, batches = dict[int, BatchTensor](), dict[int, Batch]()
-        why_not = None
+        tagged, batches, why_not = dict[int, BatchTensor](), dict[int, Batch](), None
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 why_not = WANTS_GRADIENT
             if isinstance(leaf, BatchTensor) and leaf.intact:
                 tagged[i], batches[id(leaf.batch)] = leaf, leaf.batch
-        if why_not is not None:
-            pass
-        elif len(batches) != 1:
-            why_not = _untagged(leaves) if not batches else "it was given rows of several batches"
-        elif not next(iter(batches.values())).size:
-            why_not = "the batch is empty"
         batch: Any = next(iter(batches.values()), None)
+        if len(batches) > 1:
+            why_not = why_not or "it was given rows of several batches"
+        elif batch is None:
+            why_not = why_not or _untagged(leaves)
+        elif not batch.size:
+            why_not = why_not or "the batch is empty"
         return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -266,14 +250,14 @@ class Invocation:
         the containers that it was given.
         """
         left = [lent.left() for lent in self.lent]
-        return _take_apart(((output,), {"left": left}), _result)
+        return _take_apart(((output,), {"left": left}), is_result=True)
 
     def put(self, output: Any, leaves: Sequence[Any], layout: Layout) -> Any:
         """Return the output with these leaves in place of those of `result`."""
         left = [lent.left() for lent in self.lent]
         (output,), left = layout.build(leaves, ((output,), {"left": left}))
         for lent, content in zip(self.lent, left["left"], strict=True):
-            lent.put(content)
+            _put(lent.built, content)
         return output
 
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -284,11 +268,8 @@ class Invocation:
 
     def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
         """Remember what the model is called with, for `result` and `hand_back`."""
-        self.lent.clear()
-        (args, kwargs), (given, given_kwargs) = built, self.given
-        for pair in (*zip(given, args, strict=True),
-                     *((given_kwargs[key], kwargs[key]) for key in kwargs)):  # fmt: skip
-            self.lent.extend(lend(*pair))
+        given, ours = ((*args, *kwargs.values()) for args, kwargs in (self.given, built))
+        self.lent[:] = lend(given, ours)
         return built
 
     def rows(
@@ -400,28 +381,21 @@ def _describe(leaf: Any) -> Any:
 
 def _untagged(leaves: list[Any]) -> str:
     """Say what the model was called with instead of a loader's batch."""
-    for leaf in leaves:
-        if isinstance(leaf, BatchTensor) and not leaf.has_rows_first:
-            return (
-                f"it was called with a Tensor ({str(leaf.dtype).removeprefix('torch.')}, "
-                f"{list(leaf.shape)}) that does not know its samples: the rows were lost in "
-                f"{leaf.chain[-1].func.__name__!r} of the leaf {leaf.leaf!r}"
-            )
-        if isinstance(leaf, BatchTensor):
-            return (
-                f"the loader's leaf {leaf.leaf!r} was changed in place after the loader gave it out"
-                + (f" ({lost_by()})" if lost_by() else "")
-            )
-    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    if tensor is None:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
         return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    known = next((leaf for leaf in tensors if isinstance(leaf, BatchTensor)), None)
+    if known is not None and known.has_rows_first:
+        what = f"the loader's leaf {known.leaf!r} was changed in place after the loader gave it out"
+        return f"{what} ({lost_by()})" if lost_by() else what
     lost = lost_by() or (
         "it is no tensor with a row for each sample out of an EgeriaLoader's batch (stack "
         "samples in the collate_fn; instead of `torch.autograd.Variable(x)` give `x`)"
     )
-    return (
-        f"it was called with a {type(tensor).__name__} ({dtype}, {list(tensor.shape)}) that does "
-        f"not know its samples: {lost}"
-    )
+    tensor, kind = tensors[0], type(tensors[0]).__name__
+    if known is not None:
+        tensor, kind = known, "Tensor"
+        lost = f"the rows were lost in {known.chain[-1].func.__name__!r} of the leaf {known.leaf!r}"
+    what = f"a {kind} ({str(tensor.dtype).removeprefix('torch.')}, {list(tensor.shape)})"
+    return f"it was called with {what} that does not know its samples: {lost}"

@@ -109,15 +109,12 @@ def same_content(a: Any, b: Any, *, depth: int = 8) -> bool:
         return False
     if isinstance(a, Tensor):
         return difference(a, b) <= tolerance(a)
+    if isinstance(a, list | tuple):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
+    elif not isinstance(a, dict) and (hasattr(a, "__dict__") or own_slots(a)):
+        a, b = ({**(own_dict(one) or {}), **own_slots(one)} for one in (a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_content(a[k], b[k], depth=depth - 1) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(
-            same_content(x, y, depth=depth - 1) for x, y in zip(a, b, strict=True)
-        )
-    if hasattr(a, "__dict__") or own_slots(a):
-        own = ({**(own_dict(one) or {}), **own_slots(one)} for one in (a, b))
-        return same_content(*own, depth=depth - 1)
     with Attempt():
         return bool(a == b)
     return False

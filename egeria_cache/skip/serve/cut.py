@@ -3,27 +3,170 @@
 A tensor of the model is stored as rows, one per sample, in the order in which its memory already
 lies (a channels_last activation keeps its layout without a copy), and restored with the strides it
 had: kernels are chosen by layout, and equal bits need equal kernels.
+
+Where samples are padded, rows are stored without their padding. How a size inside the model follows
+the lengths of a batch is learnt from runs of it. A hidden state is as long as its tokens; an image
+of patches is one longer; strided convolutions, any number of them, give floor((L - o) / s). A rule
+keeps all such functions that agree with what was seen, and says a size only where they agree with
+each other: it never guesses.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from egeria_cache.batch import Fold, Lengths
-from egeria_cache.ragged import PaddedRows
-from egeria_cache.skip.serve.padded import RowGrowth, Rule
+from egeria_cache.ragged import Dims, PaddedRows, blank, pad_rows, widen
 
 Slot = tuple[int, int]
 """(step, leaf of its output)"""
+
+_MULTIPLES = np.concatenate([np.arange(1, 65), np.ones(4095, np.int64)])
+"""Of a length, that a size may be (several rows of a batch that was folded, say), and after that
+the ones that go with the strides."""
+_STRIDES = np.concatenate([np.ones(64, np.int64), np.arange(2, 4097)])
+_MAX_KNOWN = 4096
+Whole = tuple[int, ...]
+
+
+class Rule:
+    """The functions of the lengths along some axes that one size may be.
+
+    They are floor((multiple * length - o) / stride) along one axis, for every o from `low` to
+    `high`; either the stride or the multiple is 1.
+
+    Args:
+        seen: Lengths of batches -> the size in each.
+    """
+
+    def __init__(self, seen: Mapping[Whole, int]) -> None:
+        self._seen = dict(seen)
+        self._range = functools.lru_cache(_MAX_KNOWN)(self._reckoned)
+        sizes, found = np.array(list(seen.values())), [np.empty((5, 0), np.int64)]
+        for axis, lengths in enumerate(np.array(list(seen)).T):
+            if (lengths == lengths[0]).all():
+                continue
+            rests = np.outer(_MULTIPLES, lengths) - np.outer(_STRIDES, sizes)  # in [o, o + stride)
+            low, high = rests.max(1) - _STRIDES + 1, rests.min(1)
+            every = np.stack([np.full_like(low, axis), _MULTIPLES, _STRIDES, low, high])
+            found.append(every[:, low <= high])
+        functions = np.concatenate(found, 1)
+        self._functions = functions[:, np.argsort(functions[2] > 1, kind="stable")]
+        """Axes, multiples, strides, low and high, exact multiples first: int64, shape (5, N)."""
+
+    @classmethod
+    def longer_by(cls, offset: int, axis: int) -> Rule:
+        """Return the rule of what is so much longer than the samples along an axis."""
+        rule = cls({})
+        rule._functions = np.array([[axis], [1], [1], [-offset], [-offset]])
+        return rule
+
+    @property
+    def explains(self) -> bool:
+        """Whether some function agrees with all runs."""
+        return bool(self._functions.size)
+
+    def at(self, lengths: Whole) -> int | None:
+        """Return the size for a batch of these lengths; None if that is not certain."""
+        found = self._range(lengths)
+        return found[0] if found is not None and found[0] == found[1] else None
+
+    def within(self, lengths: Whole) -> tuple[int, int]:
+        """Return the smallest and the largest size that is possible for these lengths."""
+        found = self._range(lengths)
+        assert found is not None
+        return found
+
+    def axis_among(self, preferred: Collection[int]) -> int:
+        """Return an axis that it may follow, one of these if it can."""
+        axes: list[int] = self._functions[0].tolist()
+        return next((axis for axis in axes if axis in preferred), axes[0])
+
+    def sizes(self, lengths: Lengths, *, surely: bool = False) -> np.ndarray:
+        """Return how large each sample is at most, or `surely`: int64, shape (B,)."""
+        own = map(tuple, lengths.own.tolist())
+        return np.array([self.within(one)[not surely] for one in own], np.int64)
+
+    def _reckoned(self, lengths: Whole) -> tuple[int, int] | None:
+        if lengths in self._seen:
+            return self._seen[lengths], self._seen[lengths]
+        if not self.explains:
+            return None
+        axes, multiples, strides, low, high = self._functions
+        product = multiples * np.array(lengths)[axes]
+        least, most = (product - high) // strides, (product - low) // strides
+        return int(least.min()), int(most.max())
+
+
+@dataclass(frozen=True, slots=True)
+class RowGrowth:
+    """How the rows of one cached tensor follow the lengths of their samples."""
+
+    dims: Dims
+    """Of a row as it is stored."""
+    rules: tuple[Rule, ...]
+    """One for each."""
+    fill: Any
+    """What is written where a sample is padded: nothing that reaches the loss."""
+
+    def stripped(self, rows: Tensor, lengths: Lengths) -> PaddedRows:
+        """Return rows, shape (B, ...), without what was computed for padding."""
+        wide = [rows.shape[dim + 1] for dim, _ in self.dims]
+        sizes = np.stack([rule.sizes(lengths) for rule in self.rules], 1)
+        return PaddedRows(rows, self.dims, np.minimum(sizes, wide))
+
+    def blanked(self, rows: Tensor, lengths: Lengths, *, surely: bool = False) -> Tensor:
+        """Return a copy of rows, shape (B, ...), with what was computed for padding filled.
+
+        Args:
+            rows: Of a batch.
+            lengths: Of the batch.
+            surely: Fill also what may be padding, where rules leave a doubt; else it is kept, as
+                it is in what is stored.
+        """
+        sizes = self.surely(lengths) if surely else self.stripped(rows, lengths).sizes
+        return blank(rows, self.dims, sizes, self.fill)
+
+    def surely(self, lengths: Lengths) -> np.ndarray:
+        """Return how large samples are at least: int64, shape (B, number of `dims`)."""
+        return np.stack([rule.sizes(lengths, surely=True) for rule in self.rules], 1)
+
+    def sizes(self, whole: Whole) -> list[int]:
+        """Return how large rows are along `dims` in a batch of these lengths.
+
+        Raises:
+            LookupError: That is not known.
+        """
+        known = [size for size in (rule.at(whole) for rule in self.rules) if size is not None]
+        if len(known) < len(self.rules):
+            raise LookupError(f"no batch of lengths {whole} was seen yet")
+        return known
+
+    def padded(
+        self, rows: Tensor | Sequence[Tensor], whole: Whole | None, *, pin_memory: bool = False
+    ) -> Tensor:
+        """Put stored rows together for a batch of these lengths; None: no larger than need be.
+
+        Raises:
+            LookupError: It is not known how large they are then.
+        """
+        if whole is None:
+            sizes = [max(row.shape[dim] for row in rows) for dim, _ in self.dims]
+        else:
+            sizes = self.sizes(whole)
+        if isinstance(rows, Tensor):
+            return widen(rows, self.dims, sizes, self.fill)
+        return pad_rows(rows, self.dims, sizes, self.fill, pin_memory=pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +327,6 @@ class TensorSpec:
             return rows.permute(dim, *self.row_dims)
         return self.fold.apart(rows, dim).permute(0, *(i + 1 for i in self.row_dims))
 
-    def as_stored(self, batch_size: int) -> tuple[int, ...] | None:
-        """Return the strides of a batch's rows that are the tensor already; None: none are."""
-        assert self.batch_dim is not None
-        dims, _, strides = _restored(self.shape, self.order, self.batch_dim, batch_size)
-        is_alike = self.shape[self.batch_dim] == 1 and dims == tuple(range(len(dims)))
-        is_alike &= self.kind is Tensor
-        return strides if is_alike else None
-
     def from_rows(self, rows: Tensor) -> Tensor:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
         dim = self.batch_dim
@@ -202,7 +337,8 @@ class TensorSpec:
             view = self.fold.together(view, dim)
         if view.stride() == strides:
             return view
-        if _same_memory(view, strides):
+        pairs = zip(view.shape, view.stride(), strides, strict=True)
+        if all(size == 1 or a == b for size, a, b in pairs):  # the same elements are addressed
             return view.as_strided(shape, strides)
         return torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device).copy_(view)
 
@@ -218,12 +354,6 @@ def _restored(
     where = {d: i + 1 for i, d in enumerate(row_dims)}
     dims = [where.get(d, 0) for d in range(len(shape))]
     return tuple(dims if spec[dim] == 1 else [0, *dims]), shape, _strides(shape, order)
-
-
-def _same_memory(view: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether only strides of dimensions of size one differ: they address the same elements."""
-    pairs = zip(view.shape, view.stride(), strides, strict=True)
-    return all(size == 1 or a == b for size, a, b in pairs)
 
 
 def _strides(shape: tuple[int, ...] | torch.Size, order: tuple[int, ...]) -> tuple[int, ...]:

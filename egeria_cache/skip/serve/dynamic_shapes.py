@@ -20,8 +20,7 @@ from torch import Tensor
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.skip.serve.call import Invocation
-from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
-from egeria_cache.skip.serve.padded import RowGrowth, Rule, Whole
+from egeria_cache.skip.serve.cut import RowGrowth, Rule, Slot, StepPlan, TensorSpec, Whole
 
 _REACH = 1.5
 """How much longer than what was tried a batch may be."""
@@ -35,8 +34,16 @@ class Proof:
     """What gradients have yet to show, in computed calls: none comes from padding."""
     num_watched: int = 0
     """Calls whose gradient was waited for, or could have been, since one has shown something."""
-    seen: Any = None
-    """What came of the last of them."""
+    seen: list[float] = field(default_factory=list)
+    """What each gradient of the last of them has shown."""
+
+    def take_in(self) -> None:
+        """Count the last call that was watched, if its gradient has come."""
+        seen, self.seen = self.seen, []
+        if seen:
+            shown = min(seen)
+            self.missing = max(0.0, self.missing - shown)
+            self.num_watched *= not shown  # a gradient of zero everywhere shows nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,7 @@ class OutputAxis:
 
     def is_padding(self, lengths: Lengths, size: int) -> np.ndarray:
         """Return where samples are padded: bool, shape (B, size)."""
-        sizes = [self.rule.within(tuple(own))[1] for own in lengths.own.tolist()]
-        own = np.clip(np.array(sizes), 0, size)[:, None]
+        own = np.clip(self.rule.sizes(lengths), 0, size)[:, None]
         at = np.arange(size)[None]
         return np.asarray(at < size - own if self.left else at >= own)
 
@@ -100,20 +106,13 @@ class DynamicShapes:
                     if leaves[j] is None:
                         return None
             for j in constants:
-                value = self._constant((i, j), constants[j], leaves[j].shape)
-                if value is None:
-                    return None
-                constants[j] = value
+                if (i, j) in self.rules:
+                    longest, shape = self.constants[i, j], leaves[j].shape
+                    if any(n < m for n, m in zip(longest.shape, shape, strict=True)):
+                        return None
+                    constants[j] = longest[tuple(slice(0, size) for size in shape)]
             steps.append(replace(step, leaves=leaves, constants=constants))
         return steps
-
-    def _constant(self, slot: Slot, first: Tensor, shape: Sequence[int]) -> Tensor | None:
-        if slot not in self.rules:
-            return first
-        longest = self.constants[slot]
-        if any(n < m for n, m in zip(longest.shape, shape, strict=True)):
-            return None
-        return longest[tuple(slice(0, size) for size in shape)]
 
     def of_rows(self, spec: TensorSpec, slot: Slot) -> RowGrowth | None:
         """Return how the rows of a cached tensor grow; None if they are all of one size."""
@@ -138,21 +137,18 @@ NEGLIGIBLE = 1e-8
 """Of the largest gradient."""
 
 
-def awaits_proof(growth: DynamicShapes | None) -> bool:
+def awaits_proof(growth: DynamicShapes) -> bool:
     """Whether a call has to be computed plainly: nothing shows yet that the loss reads no padding.
 
     Nor does anything show it where no gradient is recorded; what was proved in training holds there
     as well.
     """
-    if growth is None or not growth.proof.missing:
-        return False
-    _take_in(growth.proof)
+    if growth.proof.missing:
+        growth.proof.take_in()
     return growth.proof.missing > 0
 
 
-def watched(
-    growth: DynamicShapes | None, call: Invocation, output: Any, found: Callable[[], None]
-) -> Any:
+def watched(growth: DynamicShapes, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
     """Look at the gradient of a model's output when it comes; return the output to hand out.
 
     An output of a model that is frozen as a whole has no gradient by itself: the loop may go on
@@ -165,26 +161,23 @@ def watched(
         found: Called if the loss reads what is padded.
     """
     lengths = call.batch.lengths
-    if growth is None or lengths is None or not growth.outputs:
+    if lengths is None or not growth.outputs:
         return output
     proof = growth.proof
-    _take_in(proof)
+    proof.take_in()
     proof.num_watched += 1
-    if not torch.is_grad_enabled():
-        return output
-    is_proving = proof.missing > 0
-    if not is_proving and proof.num_watched % _AGAIN_EVERY:
+    is_due = proof.missing > 0 or not proof.num_watched % _AGAIN_EVERY
+    if not (is_due and torch.is_grad_enabled()):
         return output
     leaves, layout = call.result(output)
-    seen, replaced = Seen(), False
+    seen, has_padding, replaced = list[float](), False, False
     for index, leaf in enumerate(leaves):
         axis = growth.outputs.get(index)
         if axis is None:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(seen.backward)
+                leaf.register_hook(lambda _: seen.append(_OF_ONE_CALL))
         elif axis.fits(leaf, lengths):
-            size = leaf.shape[axis.dim]
-            seen.has_padding |= bool(axis.is_padding(lengths, size).any())
+            has_padding |= bool(axis.is_padding(lengths, leaf.shape[axis.dim]).any())
             look = partial(_look, seen, axis, lengths, found)
             if leaf.requires_grad:
                 leaf.register_hook(look)
@@ -193,7 +186,7 @@ def watched(
                 root.register_hook(look)
                 leaves[index] = root.clone().as_subclass(Followed)  # the loop may write into it
                 replaced = True
-    proof.seen = seen
+    proof.seen = seen if has_padding else []
     return call.put(output, leaves, layout) if replaced else output
 
 
@@ -210,42 +203,20 @@ class Followed(Tensor):
         return self.detach().__array__(*args, **kwargs)
 
 
-class Seen:
-    """What came of one call that was watched."""
-
-    def __init__(self) -> None:
-        self.has_padding = False
-        self.came_back = False
-        """Whether a gradient has reached an output: padding would have been seen in it."""
-        self.shown = _OF_ONE_CALL
-        """What that shows; an output that no gradient reaches is not read."""
-
-    def backward(self, grad: Tensor) -> None:
-        """A gradient has come."""
-        self.came_back = True
-
-
-def _take_in(proof: Proof) -> None:
-    """Count the last call that was watched, if its gradient has come."""
-    seen, proof.seen = proof.seen, None
-    if seen is not None and seen.has_padding and seen.came_back:
-        proof.missing = max(0.0, proof.missing - seen.shown)
-        proof.num_watched *= not seen.shown  # a gradient of zero everywhere shows nothing
-
-
 def _look(
-    seen: Seen, axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
+    seen: list[float], axis: OutputAxis, lengths: Lengths, found: Callable[[], None], grad: Tensor
 ) -> None:
+    """See what the gradient of an output shows; one that no gradient reaches is not read."""
     with Attempt():
         size = grad.detach().movedim(axis.dim, 1).abs()[..., None].flatten(2)
         largest = size.max()
         if not largest.isfinite():
             return  # a scaled loss that overflowed
-        seen.came_back = True
+        shown = _OF_ONE_CALL
         places = (size > NEGLIGIBLE * largest).sum(2).cpu()
         padding = torch.from_numpy(axis.is_padding(lengths, size.shape[1]))
         if places[padding].any():
             found()
         elif padding.any():
-            shown = float(places[padding.any(1)].sum()) / size.shape[1]
-            seen.shown = min(seen.shown, shown)
+            shown = min(shown, float(places[padding.any(1)].sum()) / size.shape[1])
+        seen.append(shown)

@@ -79,12 +79,10 @@ class _Mark(weakref.ref[Any]):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
+class _Object(weakref.ref[Any]):
     """Stands for an object that may hold placeholders, and does not keep it."""
 
-    known: Callable[[], Any]
-    """Returns it, or None."""
+    __slots__ = ()
 
 
 _MAX_DEPTH, _MAX_HELD = 8, 256
@@ -118,16 +116,6 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _in_modes(modes: _Modes, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(modes[0]))
-        for kind, _ in autocast_modes():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in modes[1]:
-            stack.enter_context(torch.autocast(kind, getattr(torch, dtype[len("torch.") :])))
-        return function(*args, **kwargs)
-
-
 @dataclass(slots=True)
 class Scene:
     """One run of the model on placeholders, as far as they have to know it."""
@@ -157,8 +145,8 @@ class Scene:
     """Which of these are known to be written to later: a copy is kept."""
     stored: list[tuple[_Mark, Tensor]] = field(default_factory=list)
     """Placeholders in whose place a tensor was given out."""
-    values: dict[_Mark, Any] = field(default_factory=dict)
-    """What they give, while it is computed."""
+    values: dict[_Mark | None, Any] = field(default_factory=dict)
+    """What they give, once that was computed."""
     why: BoundaryError | None = None
     """What has needed it."""
 
@@ -194,10 +182,10 @@ class Scene:
                 return {key: inner(value) for key, value in node.items()}
             if (sources := _sources_in(node)) is not None:
                 if type(node).__weakrefoffset__:
-                    return _Object(weakref.ref(node))
+                    return _Object(node)
                 if sources and not self.is_hit:
                     raise Escape.at(sources, f"what is given on, a {type(node).__name__!r}")
-                return _Object(lambda: None)
+                return _Mark(type(self))  # whatever that was
         return node
 
     def written_since(self) -> frozenset[int]:
@@ -211,20 +199,34 @@ class Scene:
                 return False
             self.why, self.after_boundary = why, True
             with torch._C._EnableTorchFunction():
-                for function, given, gives, modes in self.left_out:
-                    with contextlib.suppress(LookupError):  # what it was given is gone
-                        args, kwargs = self._real(given)
-                        self._found(gives, _in_modes(modes, function, *args, **kwargs))
+                for function, given, gives, (records, autocast) in self.left_out:
+                    with contextlib.ExitStack() as modes:
+                        # What it was given may be gone.
+                        modes.enter_context(contextlib.suppress(LookupError))
+                        modes.enter_context(torch.set_grad_enabled(records))
+                        for kind, _ in autocast_modes():
+                            modes.enter_context(torch.autocast(kind, enabled=False))
+                        for kind, dtype in autocast:
+                            number = getattr(torch, dtype[len("torch.") :])
+                            modes.enter_context(torch.autocast(kind, number))
+                        args, kwargs = tree_map_only((_Mark, _Object), self._real, given)
+                        leaves = tree_leaves(function(*args, **kwargs))
+                        self.values.update(zip(map(mark_of, gives), leaves, strict=False))
                 self._share()
         return self.why is not None
 
-    def _found(self, gives: Sequence[Any], output: Any) -> None:
-        """Let placeholders stand for what a call has given."""
-        for one, leaf in zip(gives, tree_leaves(output), strict=False):
-            if (mark := mark_of(one)) is not None:
-                self.values[mark] = leaf
-                if (known := mark()) is not None:
-                    object.__setattr__(known, "_value", leaf)
+    def value_of(self, one: Any, what: str) -> Any:
+        """Return what something stands for.
+
+        Raises:
+            Escape: That cannot be had.
+        """
+        mark = mark_of(one)
+        if mark not in self.values:
+            escape = self.escape(_sources_of(one), what)
+            if not self.settle(escape) or mark not in self.values:
+                raise escape
+        return self.values[mark]
 
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, as it is by now, if others do."""
@@ -236,15 +238,11 @@ class Scene:
                 with torch.no_grad():
                     given.data = own.copy_(given)
 
-    def _real(self, given: Any) -> Any:
-        def real(one: _Mark | _Object) -> Any:
-            if isinstance(one, _Mark):
-                return self.values[one]
-            if (known := one.known()) is None:
-                raise LookupError
-            return known
-
-        return tree_map_only((_Mark, _Object), real, given)
+    def _real(self, one: _Mark | _Object) -> Any:
+        known = self.values[one] if isinstance(one, _Mark) else one()
+        if known is None:
+            raise LookupError
+        return known
 
     def kept(self, own: Sequence[Any] = (), held: Sequence[int] = ()) -> frozenset[Source]:
         """Return the sources of the placeholders, and of objects, that somebody still holds.
@@ -270,14 +268,12 @@ class Scene:
         """Refuse the use of a placeholder by an active module, or after the run."""
         if self.finished:
             raise Escape.at(sources, f"{what} (after the forward)")
-        if self.after_boundary:
-            consumer = self.current_module(active_only=True)
-            if consumer is not None:
-                raise Escape.at(sources, consumer)
+        if self.after_boundary and (active := innermost_module(self.names, self.ancestors)):
+            raise Escape.at(sources, active)
 
-    def current_module(self, *, active_only: bool = False) -> str | None:
-        """Name the innermost module whose code is running; None for glue if `active_only`."""
-        return innermost_module(self.names, self.ancestors if active_only else frozenset())
+    def escape(self, sources: frozenset[Source], what: object) -> Escape:
+        """Name the innermost module whose code is running, or else what is done."""
+        return Escape.at(sources, innermost_module(self.names) or str(what))
 
 
 class Placeholder(Tensor):
@@ -289,8 +285,6 @@ class Placeholder(Tensor):
     is_callers: bool
     """Whether its memory is that of an input: what is written there, the caller sees."""
     mark: _Mark
-    _value: Tensor
-    """What it stands for, once that was computed."""
 
     @staticmethod
     def like(
@@ -314,7 +308,7 @@ class Placeholder(Tensor):
     def of(leaf: Tensor, sources: frozenset[Source], scene: Scene) -> Placeholder:
         """Stand for an input that is there, or would be."""
         with torch._C.DisableTorchFunctionSubclass():
-            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            meta = _empty(leaf, "meta")
             return Placeholder.like(meta, leaf.device, sources, scene, is_callers=True)
 
     # Straight to the dispatcher: a placeholder has no use for a look at the Python function.
@@ -347,17 +341,18 @@ class Placeholder(Tensor):
     ) -> Any:
         device, scene, given = found[0].device, found[0].scene, (args, kwargs)
         if func in factories():
-            args, kwargs = tree_map_only(Placeholder, _stand_in, (args, kwargs))
+            # A tensor of the right kind will do: they never read the values.
+            args, kwargs = tree_map_only(Placeholder, lambda p: _empty(p, p.device), given)
             return func(*args, **kwargs)
         sources = found[0].sources.union(*[p.sources for p in found[1:]])
         if scene.finished or scene.after_boundary:
             scene.check(sources, func)
-        written = _written(func, args, kwargs) if _write_positions(func) else []
+        written: list[Any] = _written(func, args, kwargs) if _write_positions(func) else []
         trainable: list[Tensor] = []
         for tensor in written:
             # Behind the boundary, what is stored may share the memory that is written to.
             if not isinstance(tensor, Placeholder) or tensor.is_callers or scene.after_boundary:
-                raise Escape.at(sources, scene.current_module() or str(func))
+                raise scene.escape(sources, func)
             tensor.meta = tensor.meta.detach()  # others share it
         if "device" in kwargs:
             device = torch.device(kwargs["device"] or device)
@@ -365,21 +360,30 @@ class Placeholder(Tensor):
         key = None if written else _key(func, args, kwargs)
         result = None if key is None else _RESULTS.get(key)
         if result is None:
-            meta = functools.partial(_as_meta, trainable=trainable)
-            meta_args, meta_kwargs = tree_map_only(Tensor, meta, (args, kwargs))
+
+            def meta_of(tensor: Tensor) -> Tensor:
+                if isinstance(tensor, Placeholder):
+                    return tensor.meta
+                if tensor.requires_grad:
+                    trainable.append(tensor)
+                return _empty(tensor, "meta")
+
+            meta_args, meta_kwargs = tree_map_only(Tensor, meta_of, (args, kwargs))
             try:
                 result = func(*meta_args, **meta_kwargs)
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                raise Escape.at(sources, scene.current_module() or str(func)) from error
-            if key is not None and not trainable:
+                raise scene.escape(sources, func) from error
+            if key is not None:  # else there may be trained tensors: these are noted each time
                 if len(_RESULTS) >= _MAX_RESULTS:
                     _RESULTS.clear()
                 _RESULTS[key] = result
-        if trainable:
-            scene.trainable.update((id(tensor), tensor) for tensor in trainable)
-            sources |= {Source("trainable", "", id(tensor)) for tensor in trainable}
+        scene.trainable.update((id(tensor), tensor) for tensor in trainable)
+        sources |= {Source("trainable", "", id(tensor)) for tensor in trainable}
         for tensor in written:
-            _after_write(tensor, sources, scene, str(func))
+            tensor.sources |= sources
+            if (tensor.meta.shape, tensor.meta.stride()) != (tensor.shape, tensor.stride()):
+                # `unsqueeze_` and the like change the tensor itself: a wrapper cannot follow.
+                raise scene.escape(sources, func)
         if written and isinstance(result, Tensor):
             scene.leave_out(func, given, None)
             return written[0]
@@ -393,16 +397,8 @@ class Placeholder(Tensor):
         return output
 
     def number_of(self, what: str = "the model's output") -> Tensor:
-        """Return the tensor that it stands for.
-
-        Raises:
-            Escape: That cannot be had.
-        """
-        if "_value" not in vars(self):
-            escape = Escape.at(self.sources, self.scene.current_module() or what)
-            if not self.scene.settle(escape) or "_value" not in vars(self):
-                raise escape
-        return self._value
+        """Return the tensor that it stands for, or raise an `Escape`."""
+        return self.scene.value_of(self, what)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.scene.why is not None or not self.scene.finished:
@@ -424,10 +420,10 @@ for _name in (
 class Unavailable:
     """An object that a skipped module would have made; its content is computed once it is read."""
 
-    __slots__ = ("__weakref__", "_mark", "_scene", "_sources", "_value")
+    __slots__ = ("__weakref__", "_mark", "_scene", "_sources")
 
     def __init__(self, sources: frozenset[Source], scene: Scene | None = None) -> None:
-        own_parts = {"_sources": sources, "_scene": scene, "_mark": _Mark(self), "_value": None}
+        own_parts = {"_sources": sources, "_scene": scene, "_mark": _Mark(self)}
         for name, own in own_parts.items():
             object.__setattr__(self, name, own)
 
@@ -459,10 +455,9 @@ class Unavailable:
         return type(kind.__name__, (Unavailable,), own)
 
     def _object(self, what: str) -> Any:
-        escape, scene = Escape.at(self._sources, what), self._scene
-        if scene is None or not scene.settle(escape) or self._value is None:
-            raise escape
-        return self._value
+        if self._scene is None:
+            raise Escape.at(self._sources, what)
+        return self._scene.value_of(self, what)
 
 
 OF_EVERY_OBJECT = {*dir(object)} - {
@@ -527,7 +522,7 @@ def _describe(node: Any) -> Any:
     if isinstance(node, Tensor):
         if not isinstance(node, Placeholder):
             if node.requires_grad:
-                raise TypeError  # it has to be noted each time
+                raise TypeError
             return (node.shape, node.stride(), node.dtype)
         meta = node.meta
         return (meta.shape, meta.stride(), meta.dtype, meta.storage_offset())
@@ -538,27 +533,8 @@ def _describe(node: Any) -> Any:
     return (type(node), node)
 
 
-def _as_meta(tensor: Tensor, *, trainable: list[Tensor]) -> Tensor:
-    if isinstance(tensor, Placeholder):
-        return tensor.meta
-    if tensor.requires_grad:
-        trainable.append(tensor)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    """Give a factory such as `zeros_like` a tensor of the right kind: it never reads the values."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-
-
-def _after_write(tensor: Any, sources: frozenset[Source], scene: Scene, what: str) -> None:
-    assert isinstance(tensor, Placeholder)
-    tensor.sources = tensor.sources | sources
-    if tensor.meta.shape != tensor.shape or tensor.meta.stride() != tensor.stride():
-        # `unsqueeze_` and the like change the tensor itself, which a wrapper cannot follow.
-        raise Escape.at(sources, scene.current_module() or what)
+def _empty(like: Tensor, device: Any) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 @functools.cache
@@ -580,8 +556,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     written: list[Tensor] = []
     for position, name in _write_positions(func):
         value = args[position] if position < len(args) else kwargs.get(name)
-        written += [v for v in (value if isinstance(value, list | tuple) else [value])
-                    if isinstance(v, Tensor)]  # fmt: skip
+        written += [one for one in tree_leaves(value) if isinstance(one, Tensor)]
     return written
 
 

@@ -21,9 +21,8 @@ from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.call import Invocation, plain
-from egeria_cache.skip.serve.cut import Cut, Slot, Step, StepPlan, TensorSpec
+from egeria_cache.skip.serve.cut import Cut, RowGrowth, Slot, Step, StepPlan, TensorSpec
 from egeria_cache.skip.serve.dynamic_shapes import DynamicShapes
-from egeria_cache.skip.serve.padded import RowGrowth
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import watched_attributes
@@ -141,11 +140,11 @@ class ReplayPlan:
         """Return how the rows of the cached tensors follow the lengths of their samples."""
         if self.growth is None:
             return {}
-        found = {
-            name: self.growth.of_rows(self.tensor_spec(slot), slot)
+        return {
+            name: growth
             for name, slot in self.slots().items()
+            if (growth := self.growth.of_rows(self.tensor_spec(slot), slot)) is not None
         }
-        return {name: growth for name, growth in found.items() if growth is not None}
 
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""
@@ -258,14 +257,16 @@ average during evaluation, say)."""
 
 
 class PlanCache:
-    """Keeps plans by signature; parks them while the prefix is not what they were proved for."""
+    """Keeps plans by signature; parks them while the prefix is not what they were proved for.
 
-    def __init__(self) -> None:
+    Args:
+        kept: Plans of an earlier boundary that still hold.
+    """
+
+    def __init__(self, kept: Iterable[ReplayPlan] = ()) -> None:
         self._plans: dict[Key, list[ReplayPlan]] = {}
         self.guards: list[PrefixGuard] = []
         """What watches the prefix of any of them; two plans may share a guard."""
-        self._last: tuple[Key, list[ReplayPlan]] = (), []
-        """Of the last call: most calls are like it, and not to be looked up by a hash."""
         self._refused: set[Key] = set()
         self._tried_again: set[Key] = set()
         self._rest = 0
@@ -275,6 +276,8 @@ class PlanCache:
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
         self._wait = _FIRST_WAIT
+        for plan in kept:
+            self.add(plan)
 
     def all(self) -> list[ReplayPlan]:
         """Return the plans for the prefix as it is now."""
@@ -282,7 +285,6 @@ class PlanCache:
 
     def _changed(self) -> None:
         """There are other plans now."""
-        self._last = (), []
         self.guards = list(dict.fromkeys(plan.guard for plan in self.all() if plan.guard))
 
     def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
@@ -293,9 +295,7 @@ class PlanCache:
         self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
     ) -> ReplayPlan | None:
         """Return the plan for calls like this one, at `cut` or else at `boundary`."""
-        if key != self._last[0]:
-            self._last = key, self._plans.get(key, [])
-        for plan in self._last[1]:
+        for plan in self._plans.get(key, ()):
             wanted = plan.boundary == boundary if cut is None else plan.cut is cut
             if wanted and plan.fits(call):
                 return plan
@@ -349,19 +349,8 @@ class PlanCache:
         self._num_dry_runs += 1
         return True
 
-    def turn_to(self, kept: Iterable[ReplayPlan]) -> None:
-        """The boundary has moved: only these plans still hold, and everything may be tried."""
-        self._plans.clear()
-        self._changed()
-        for plan in kept:
-            self.add(plan)
-        self._refused.clear()
-        self._tried_again.clear()
-        self._num_dry_runs = self._rest = 0
-        self._watch, self._wait = None, _FIRST_WAIT
-
-    def park(self, guard: PrefixGuard) -> bool:
-        """The prefix has changed, as `guard` saw; return whether it is one that was proved before.
+    def park(self, guard: PrefixGuard) -> None:
+        """The prefix has changed, as `guard` saw, to one that was proved before perhaps.
 
         It may return to what it was, or go on changing: then it is left alone for a while.
         """
@@ -369,14 +358,8 @@ class PlanCache:
         self._plans = {}
         self._changed()
         self._refused.clear()
-        if self._unpark():
-            return True
-        self._watch, self._rest = guard.anew(), self._wait
-        return False
-
-    def forget_parked(self) -> None:
-        """No former state counts any more."""
-        self._parked.clear()
+        if not self._unpark():
+            self._watch, self._rest = guard.anew(), self._wait
 
     def _unpark(self) -> bool:
         """Go back to plans that were proved for what the prefix is now, if there are any."""

@@ -21,7 +21,14 @@ from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.model.calls import Replaced, intercept, put_back, take_over, when_returned
+from egeria_cache.skip.model.calls import (
+    Recorder,
+    Replaced,
+    intercept,
+    put_back,
+    take_over,
+    when_returned,
+)
 from egeria_cache.skip.serve.call import Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
@@ -142,10 +149,7 @@ class ReplayRun:
         around = frozenset(map(id, plan.ancestors))
         self.scene = scene or Scene(plan.names, around, is_hit=True, written=plan.written)
         self.modules = plan.modules
-        specs = {slot: (name, plan.tensor_spec(slot)) for name, slot in plan.slots().items()}
-        self.entries = [(n, at, one, one.as_stored(batch_size)) for at, (n, one) in specs.items()]
-        """Name, place and description of the cached tensors, and strides of those that are as they
-        are stored."""
+        self.cached = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
         self._leaves: dict[int, list[Any]] = {}
         self._thread = get_ident()
         """That is served; another one may run the model at the same time (an evaluation)."""
@@ -159,7 +163,7 @@ class ReplayRun:
         self._position, self._inside, self._thread = 0, False, get_ident()
         scene = self.scene
         scene.after_boundary = scene.finished = False
-        for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored, scene.values):
+        for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored):
             of_the_last.clear()
 
     def __call__(
@@ -187,23 +191,36 @@ class ReplayRun:
             finally:
                 self._inside = False
         else:
-            leaves, scene = self._leaves.get(index) or self._stand_ins(index), self.scene
-            is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
-            given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
-            cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-            gives = list(map(mark_of, leaves)) if self.looks else leaves  # who keeps them?
-            scene.left_out.append((original, given, gives, (torch.is_grad_enabled(), cast)))
-            if step.cached or step.constants or self.plan.same:
-                stand_ins, leaves = leaves, self._with_values(index, leaves)
-                for j in step.cached:
-                    scene.stored.append((stand_ins[j].mark, leaves[j]))
-            output = leaves[0] if step.single else tree_unflatten(leaves, step.spec)
+            output = self._leave_out(step, original, args, kwargs)
         self._position += 1
         if self._position == len(steps):
             self.scene.after_boundary, guard = True, self.plan.guard
             if guard is not None and guard.state.has_hooks:
                 when_returned(module, self.plan.returned)
         return output
+
+    def _leave_out(
+        self, step: StepPlan, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Return what stands for a step's output: stored values and constants, or placeholders."""
+        plan, scene, index = self.plan, self.scene, self._position
+        stand_ins = self._leaves.get(index) or self._stand_ins(index)
+        is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
+        given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
+        cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
+        gives = list(map(mark_of, stand_ins)) if self.looks else stand_ins  # who keeps them?
+        scene.left_out.append((original, given, gives, (torch.is_grad_enabled(), cast)))
+        leaves = list(stand_ins)
+        for j in range(len(leaves)):
+            slot = plan.same.get((index, j), (index, j))
+            if slot in self.values:
+                leaves[j] = self.values[slot]
+            elif scene.is_hit and slot in plan.own:
+                leaves[j] = plan.own[slot]
+            elif j in step.constants:
+                leaves[j] = step.constants[j].clone() if plan.copies else step.constants[j]
+        scene.stored += [(stand_ins[j].mark, leaves[j]) for j in step.cached]
+        return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what a module is called with; a dry run does."""
@@ -243,19 +260,6 @@ class ReplayRun:
             self.own += filter(mark_of, leaves)
         return leaves
 
-    def _with_values(self, index: int, leaves: list[Any]) -> list[Any]:
-        """Put stored values and constants in their places."""
-        step, leaves, plan = self.plan.steps[index], list(leaves), self.plan
-        for j in range(len(leaves)):
-            slot = plan.same.get((index, j), (index, j))
-            if slot in self.values:
-                leaves[j] = self.values[slot]
-            elif self.scene.is_hit and slot in plan.own:
-                leaves[j] = plan.own[slot]
-            elif j in step.constants:
-                leaves[j] = step.constants[j].clone() if plan.copies else step.constants[j]
-        return leaves
-
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
@@ -287,14 +291,9 @@ def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, f
         synchronize()
         return time.perf_counter() if is_late else time.thread_time()
 
-    def note(module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        returned.append(now())
-        return output
-
     args, kwargs = call.plain()
     returned = [now()]
-    with intercept([module], note):
+    with intercept([module], Recorder(returned=lambda *_: returned.append(now()))):
         output = forward(*args, **kwargs)
     return output, returned[-1] - returned[0], now() - returned[0]
 
@@ -362,9 +361,9 @@ def replay(
         for index in (i for i, step in enumerate(source.steps) if not step.run):
             run._stand_ins(index)  # the first run may see some of them kept
     values, source.escaped = dict[Slot, Tensor](), None
-    for name, slot, spec, as_stored in run.entries:
+    for name, slot, spec in run.cached:
         rows = stored[name].clone() if source.copies else stored[name]
-        values[slot] = rows if rows.stride() == as_stored else spec.from_rows(rows)
+        values[slot] = spec.from_rows(rows)
     for slot in source.wants_grad & values.keys() if torch.is_grad_enabled() else ():
         leaf = values[slot].detach().requires_grad_()
         # What the model writes into may not be a leaf.
@@ -386,10 +385,7 @@ def replay(
         if source.opaque_outputs and run.scene.why is None:
             output = _hide(call, output, source.opaque_outputs)
         # Somebody may hold a placeholder that nobody held before.
-        is_suspect = list(map(sys.getrefcount, run.own)) != held
-        for made in run.scene.made:
-            is_suspect |= made() is not None
-        if run.scene.why is None and is_suspect and (kept := run.scene.kept(run.own, held)):
+        if run.scene.why is None and (kept := run.scene.kept(run.own, held)):
             what = "what the call leaves (its output, its backward, an attribute)"
             if not run.scene.settle(escape := Escape.at(kept, what)):
                 raise escape

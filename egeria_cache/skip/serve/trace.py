@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import CodeType
@@ -20,6 +20,7 @@ from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.placeholder import factories, innermost_module
 
 _ATEN = torch.ops.aten
+_OF_MODULES = "_parameters", "_buffers", "_modules"
 _PAST_OPERATORS = {
     Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.numpy,
     Tensor.__array__, Tensor.__dlpack__,
@@ -89,7 +90,7 @@ class PrefixTrace(TorchDispatchMode):
         is_trained = tensor.requires_grad and tensor.is_leaf
         return self._made.get(id(tensor), (tensor, [tensor] if is_trained else []))[1]
 
-    def _note(self, tensor: Tensor, *, is_followed: bool) -> None:
+    def note(self, tensor: Tensor, *, is_followed: bool) -> None:
         """A tensor is read; note it, or what it was made of, if that is the model's."""
         behind = [] if is_followed else leaves_behind(tensor)
         for one in self._sources(tensor) or [tensor, *behind]:
@@ -102,14 +103,10 @@ class PrefixTrace(TorchDispatchMode):
                 if named[2].requires_grad and not is_followed:
                     self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
 
-    def _note_past(self, tensor: Tensor) -> None:
-        self.branches = True
-        self._note(tensor, is_followed=False)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Trace what is done inside the block."""
-        with _Memory(self._note_past), self:
+        with _Memory(self), self:
             yield
 
     def _is_followed(self, func: Any, tensor: Tensor, made: Sequence[Tensor]) -> bool:
@@ -136,14 +133,14 @@ class PrefixTrace(TorchDispatchMode):
         if (own := OPDEFS.get(func._schema.name)) is not None:
             self.operators[func._schema.name] = own
         self.branches |= _shows_values(func, given)
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        may_draw &= not any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        has_own = any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags and not has_own
         # Attention kernels carry the tag, too, and draw nothing without dropout: see what happens.
         before = RandomState.now() if may_draw else None
         result = func(*args, **kwargs)
         made = tensors_in(result)
         for tensor in given:
-            self._note(tensor, is_followed=self._is_followed(func, tensor, made))
+            self.note(tensor, is_followed=self._is_followed(func, tensor, made))
         if before is not None and not RandomState.now().equals(before):
             self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
         if sources and all(sources):
@@ -162,9 +159,9 @@ def _shows_values(func: Any, given: Sequence[Tensor]) -> bool:
 class _Memory(TorchFunctionMode):
     """Sees what is read past all operators: as a list, or by its address."""
 
-    def __init__(self, note: Callable[[Tensor], None]) -> None:
+    def __init__(self, trace: PrefixTrace) -> None:
         super().__init__()
-        self._note = note
+        self._trace = trace
 
     def __torch_function__(
         self,
@@ -174,7 +171,8 @@ class _Memory(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _PAST_OPERATORS:
-            self._note(args[0])
+            self._trace.branches = True
+            self._trace.note(args[0], is_followed=False)
         return func(*args, **(kwargs or {}))
 
 
@@ -183,18 +181,14 @@ def known_tensors(model: nn.Module) -> list[Named]:
     found: dict[int, Named] = {}
     for name, module in model.named_modules():
         dot = f"{name}." if name else ""
-        for slot in (module._parameters, module._buffers):
-            for key, tensor in slot.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (dot + key, module, tensor))
-        for key, value in module.__dict__.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for leaf in tree_leaves(value):
-                    # A module in a list, say, is no child.
-                    inside = isinstance(leaf, nn.Module)
-                    for one in (*leaf.parameters(), *leaf.buffers()) if inside else (leaf,):
-                        if isinstance(one, Tensor):
-                            found.setdefault(id(one), (dot + key, module, one))
+        own = {k: v for k, v in module.__dict__.items() if k not in _OF_MODULES}
+        for key, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
+            for leaf in tree_leaves(value):
+                # A module in a list, say, is no child.
+                inside = isinstance(leaf, nn.Module)
+                for one in (*leaf.parameters(), *leaf.buffers()) if inside else (leaf,):
+                    if isinstance(one, Tensor):
+                        found.setdefault(id(one), (dot + key, module, one))
     return list(found.values())
 
 
