@@ -63,22 +63,17 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
         return handler(module, original, *args, **kwargs)
 
     try:
-        take_over(modules, route, replaced)
+        LOCAL.active.append(replaced)
+        for module in modules:
+            own = module.__dict__
+            key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
+            before = own.get(key, _MISSING)
+            original = module.forward if before is _MISSING else before
+            replaced.append((own, key, before))
+            own[key] = functools.partial(route, module, original)
         yield
     finally:
         put_back(replaced)
-
-
-def take_over(modules: Iterable[nn.Module], handler: Handler, replaced: Replaced) -> None:
-    """Route calls of `modules`, in any thread, through `handler` until `put_back(replaced)`."""
-    LOCAL.active.append(replaced)
-    for module in modules:
-        own = module.__dict__
-        key = "forward" if own.get("_compiled_call_impl") is None else "_compiled_call_impl"
-        before = own.get(key, _MISSING)
-        original = module.forward if before is _MISSING else before
-        replaced.append((own, key, before))
-        own[key] = functools.partial(handler, module, original)
 
 
 def when_returned(module: nn.Module, then: Callable[[], None]) -> None:

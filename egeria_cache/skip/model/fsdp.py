@@ -20,6 +20,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,10 +248,8 @@ class ShardedFront:
     def __init__(self, model: nn.Module, ask: Callable[[Any, Any], Front]) -> None:
         self._model, self._ask = model, ask
         self._held: list[_Held] = []
-        self._taken: list[tuple[Any, list[Any]]] = []
-        """(a group of parameters of which some are held, all that it had)"""
-        self._groups: list[tuple[Any, list[Any]]] = []
-        """(a state of which a group is held whole, all its groups)"""
+        self._undo = ExitStack()
+        """Gives units their groups of parameters back, and groups their parameters."""
         self._handles: list[RemovableHandle] = []
         self._seen: list[tuple[int, int, int]] = []
         self._seen_values = torch.empty(0)
@@ -393,24 +392,20 @@ class ShardedFront:
         for group in groups:
             kept = [one for one in group.fsdp_params if id(one) not in held]
             if len(kept) < len(group.fsdp_params):
-                self._taken.append((group, group.fsdp_params))
+                self._undo.callback(set_parameters, group, group.fsdp_params)
                 set_parameters(group, kept)
         if not all(group.fsdp_params for group in groups):
-            self._groups.append((state, groups))
+            self._undo.callback(set_groups, state, groups)
             set_groups(state, [group for group in groups if group.fsdp_params])
 
     def _give_back(self) -> None:
         if self._is_in:
             self._after(self._model, None, None)
-        for state, groups in reversed(self._groups):
-            set_groups(state, groups)
-        if self._taken:
+        if self._held:
             for module in {id(m): m for s in states_in(self._model) for m in s._modules}.values():
                 module.reshard()  # else some would be whole, and those that come back would not
-        for group, parameters in reversed(self._taken):
-            set_parameters(group, parameters)
-        self._held, self._taken, self._groups = [], [], []
-        self._is_gathered = False
+        self._undo.close()
+        self._held, self._is_gathered = [], False
 
     def _were_written(self, mode: tuple[bool, bool]) -> bool:
         """Whether the shards were written to, on all ranks: a checkpoint was loaded, say.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from threading import get_ident
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,7 @@ from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.model.calls import (
-    Recorder,
-    Replaced,
-    intercept,
-    put_back,
-    take_over,
-    when_returned,
-)
+from egeria_cache.skip.model.calls import Recorder, intercept, when_returned
 from egeria_cache.skip.serve.call import Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
@@ -151,8 +144,6 @@ class ReplayRun:
         self.modules = plan.modules
         self.cached = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
         self._leaves: dict[int, list[Any]] = {}
-        self._thread = get_ident()
-        """That is served; another one may run the model at the same time (an evaluation)."""
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
         self.own: list[Any] = []
         """All that it has made."""
@@ -160,7 +151,7 @@ class ReplayRun:
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
         """Enter with these values of the cached tensors."""
         self.values = values
-        self._position, self._inside, self._thread = 0, False, get_ident()
+        self._position, self._inside = 0, False
         scene = self.scene
         scene.after_boundary = scene.finished = False
         for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored):
@@ -170,7 +161,7 @@ class ReplayRun:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Handle one call of a module of the prefix."""
-        if self._inside or self.scene.after_boundary or get_ident() != self._thread:
+        if self._inside or self.scene.after_boundary:
             return original(*args, **kwargs)
         steps, index = self.plan.steps, self._position
         step = steps[index]
@@ -372,16 +363,15 @@ def replay(
     args, kwargs = call.rebuild(run.input)
     if not call.layout.is_flat:
         call.noted((args, kwargs))
-    generators, replaced, capture = torch.get_rng_state(), Replaced(), None
-    held = list(map(sys.getrefcount, run.own))
+    generators, held = torch.get_rng_state(), list(map(sys.getrefcount, run.own))
+    capture = None
+    if plan is not None and plan is not source:
+        capture = CaptureRun(plan, call.batch.lengths, size)
+    # Around the replay of the same modules.
+    captured = intercept(capture.plan.modules, capture) if capture else nullcontext()
     try:
-        take_over(run.modules, run, replaced)
-        if plan is None or plan is source:
+        with intercept(run.modules, run), captured:
             output = forward(*args, **kwargs)
-        else:  # around the replay of the same modules
-            capture = CaptureRun(plan, call.batch.lengths, size)
-            with intercept(capture.plan.modules, capture):
-                output = forward(*args, **kwargs)
         if source.opaque_outputs and run.scene.why is None:
             output = _hide(call, output, source.opaque_outputs)
         # Somebody may hold a placeholder that nobody held before.
@@ -396,7 +386,6 @@ def replay(
     finally:
         run.begin({})
         run.scene.finished = True
-        put_back(replaced)
         if run.scene.why is not None:
             source.escaped = run.scene.why
             source.replays.clear()  # its placeholders stay what they are now
