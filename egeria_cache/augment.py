@@ -1,9 +1,8 @@
 """Augmentation behind the boundary: drawn anew in every step, whatever is served.
 
 An operation takes features, (B, C, H, W) maps or (B, T, W) tokens, and a generator, None for
-torch's default one, and returns features: those here, or any function. `FeatureAugment` applies
-some of them while the model is in training mode, on hits and misses alike, since it stands where
-nothing is skipped.
+torch's default one, and returns features. `FeatureAugment` applies some of them while the model is
+in training mode, on hits and misses alike, since it stands where nothing is skipped.
 """
 
 from __future__ import annotations
@@ -32,8 +31,54 @@ class Flip:
 
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the maps, some of them mirrored."""
-        chosen = torch.rand(len(x), generator=generator).to(x.device) < self.p
-        return torch.where(chosen.view(-1, *[1] * (x.dim() - 1)), x.flip(-1), x)
+        chosen = _uniform(x, (len(x),), generator) < self.p
+        return torch.where(_over(chosen, x), x.flip(-1), x)
+
+
+@dataclass(slots=True)
+class Translate:
+    """Shift maps (or images) by up to `most` places each way, all of a batch alike; zeros enter.
+
+    One place of a map is as many pixels as its front's strides multiply to.
+    """
+
+    most: int = 1
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the maps, shifted."""
+        down, right = torch.randint(-self.most, self.most + 1, (2,), generator=generator).tolist()
+        padded = nn.functional.pad(x, (self.most,) * 4)
+        rows, columns = self.most - down, self.most - right
+        return padded[..., rows : rows + x.shape[-2], columns : columns + x.shape[-1]]
+
+
+@dataclass(slots=True)
+class Crop:
+    """Keep a random window of the tokens, or of both dimensions of maps: what follows must take
+    fewer of them, as pooling and attention do."""
+
+    keep: float = 0.9
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the window."""
+        for dim in (1,) if x.dim() == 3 else (-2, -1):
+            size = max(1, round(self.keep * x.shape[dim]))
+            first = int(torch.randint(x.shape[dim] - size + 1, (), generator=generator))
+            x = x.narrow(dim, first, size)
+        return x
+
+
+@dataclass(slots=True)
+class Dropout:
+    """Drop whole channels of maps, or single features of tokens: parts of what is seen missing."""
+
+    p: float = 0.1
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the features, some of them zero."""
+        shape = x.shape[:2] if x.dim() == 4 else x.shape
+        kept = _uniform(x, tuple(shape), generator) >= self.p
+        return x * _over(kept, x) / (1 - self.p)
 
 
 @dataclass(slots=True)
@@ -49,6 +94,19 @@ class Noise:
 
 
 @dataclass(slots=True)
+class Jitter:
+    """Scale each channel of each sample by 1 - `scale` to 1 + `scale`: brightness and colour."""
+
+    scale: float = 0.2
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the features, their channels scaled."""
+        shape = x.shape[:2] if x.dim() == 4 else (len(x), 1, x.shape[-1])
+        factor = 1 + self.scale * (2 * _uniform(x, tuple(shape), generator) - 1)
+        return x * _over(factor, x)
+
+
+@dataclass(slots=True)
 class Mixup:
     """Blend each sample with another (Zhang et al. 2018), in feature space (manifold mixup)."""
 
@@ -60,12 +118,14 @@ class Mixup:
 
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the blended features."""
+        self.weight, self.order = self._drawn(x, generator)
+        return torch.lerp(x[self.order], x, self.weight)
+
+    def _drawn(self, x: Tensor, generator: torch.Generator | None) -> tuple[float, Tensor]:
         # torch's Beta takes no generator.
         seed = int(torch.randint(1 << 62, (), generator=generator))
         weight = float(np.random.default_rng(seed).beta(self.alpha, self.alpha))
-        self.weight = max(weight, 1 - weight)
-        self.order = torch.randperm(len(x), generator=generator).to(x.device)
-        return torch.lerp(x[self.order], x, self.weight)
+        return max(weight, 1 - weight), torch.randperm(len(x), generator=generator).to(x.device)
 
     def loss(self, criterion: Loss, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss against the targets of both; against the sample's own in evaluation."""
@@ -74,6 +134,24 @@ class Mixup:
         order, self.order = self.order, None
         own, other = criterion(output, target), criterion(output, target[order])
         return self.weight * own + (1 - self.weight) * other
+
+
+@dataclass(slots=True)
+class CutMix(Mixup):
+    """Put a window of another sample's map into each (Yun et al. 2019), in feature space."""
+
+    alpha: float = 1.0
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the maps, each with a window of another."""
+        weight, self.order = self._drawn(x, generator)
+        height, width = (round(size * (1 - weight) ** 0.5) for size in x.shape[-2:])
+        top = int(torch.randint(x.shape[-2] - height + 1, (), generator=generator))
+        left = int(torch.randint(x.shape[-1] - width + 1, (), generator=generator))
+        inside = torch.zeros(x.shape[-2:], dtype=torch.bool, device=x.device)
+        inside[top : top + height, left : left + width] = True
+        self.weight = 1 - height * width / (x.shape[-2] * x.shape[-1])
+        return torch.where(inside, x[self.order], x)
 
 
 class FeatureAugment(nn.Module):
@@ -116,6 +194,16 @@ class FeatureAugment(nn.Module):
     def extra_repr(self) -> str:
         """Name the operations."""
         return ", ".join(map(repr, self.operations))
+
+
+def _uniform(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator).to(x.device)
+
+
+def _over(values: Tensor, x: Tensor) -> Tensor:
+    """Give what belongs to samples, or to their channels, the dimensions of the features."""
+    values = values if values.dtype == torch.bool else values.to(x.dtype)
+    return values.reshape(*values.shape, *[1] * (x.dim() - values.dim()))
 
 
 class _Returned(BaseException):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from benchmarks.variants.operations import Crop, Dropout, Translate
-from egeria_cache.augment import Noise, Operation
+from egeria_cache.augment import Crop, Dropout, Noise, Operation, Translate
 
 __all__ = ["TASKS", "Augmented", "Task", "front_of", "photographs", "warmed_up"]
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from egeria_cache import ActivationCache, EgeriaError, EgeriaLoader, FeatureAugment
-from egeria_cache.augment import Flip, Mixup, Noise
+from egeria_cache.augment import Crop, CutMix, Dropout, Flip, Jitter, Mixup, Noise, Translate
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
 from tests.helpers.runs import cached
 
-OPERATIONS = [Flip(), Noise(), Mixup()]
+OPERATIONS = [Flip(), Translate(2), Dropout(), Noise(), Jitter(), Mixup(), CutMix()]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=repr)
@@ -24,8 +24,15 @@ def test_an_operation_keeps_the_shape_and_is_decided_by_its_generator(operation,
     assert not torch.equal(one, x)
 
 
-def test_the_loss_of_mixed_samples_is_that_of_both():
-    mix = Mixup(0.4)
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((2, 4, 10, 8), (2, 4, 5, 4)), ((2, 10, 8), (2, 5, 8))]
+)
+def test_a_crop_keeps_a_window(shape, expected):
+    assert Crop(0.5)(torch.randn(shape)).shape == expected
+
+
+@pytest.mark.parametrize("mix", [Mixup(0.4), CutMix()], ids=repr)
+def test_the_loss_of_mixed_samples_is_that_of_both(mix):
     x, target = torch.randn(5, 3, 6, 6), torch.arange(5)
     criterion, output = nn.CrossEntropyLoss(), torch.randn(5, 5)
     mix(x)
@@ -65,24 +72,16 @@ def test_what_is_no_batch_of_features_is_told():
     assert augment.eval()(torch.ones(2, 2)).shape == (2, 2)
 
 
-def moved_right(x, generator):
-    return nn.functional.pad(x, (1, 0))[..., :-1]
-
-
-def cropped(x, generator):
-    return x[..., :5, :5]
-
-
 def test_what_commutes_with_the_front_is_measured(tmp_path):
     with cached(tmp_path, gate="auto") as (model, cache):
         loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
         modes = [module.training for module in model.modules()]
-        shift, flip = (cache.commutes(loader, one) for one in (moved_right, Flip()))
+        shift, flip = (cache.commutes(loader, one) for one in (Translate(1), Flip()))
         assert cache.commutes(loader, lambda x, generator: x) == 0
         assert shift < flip < 2, "convolutions move with their input; they are not mirrored"
         assert [module.training for module in model.modules()] == modes
         with pytest.raises(EgeriaError, match="features of"):
-            cache.commutes(loader, cropped, Flip())
+            cache.commutes(loader, Crop(0.5), Flip())
         cache.set_boundary(None)
         with pytest.raises(EgeriaError, match="nothing is frozen"):
             cache.commutes(loader, Flip())
