@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,14 @@ class Company:
         shared = [gauge for gauge in sizes[0] if all(gauge in one for one in sizes)]
         return {gauge: [one[gauge] for one in sizes] for gauge in shared}
 
-    def ask_masks(self, axes: Sequence[Axis], leaves: Callable[[], Mapping[str, Any]]) -> Told:
+    def ask_masks(self, axes: Sequence[Axis], together: Mapping[str, Any]) -> Told:
         """Return what masks in a batch, given by its leaves, tell of the lengths of its samples."""
-        if all(axis in self._gauges for axis in axes):
-            known = {g for axis in axes for g in self._gauges[axis] if isinstance(g[0], str)}
-            together = leaves() if known else {}
-        else:
-            together = leaves()
-            known = {gauge for axis in axes for gauge in _masks(axis.leaf, together[axis.leaf])}
-        return {(leaf, fill): (together[leaf] != fill).sum(1).tolist() for leaf, fill in known}
+        asked = set[Gauge]()
+        for axis in axes:
+            known = self._gauges.get(axis)
+            asked.update(_masks(axis.leaf, together[axis.leaf]) if known is None else known)
+        masks = [gauge for gauge in asked if isinstance(gauge[0], str)]
+        return {(leaf, fill): (together[leaf] != fill).sum(1).tolist() for leaf, fill in masks}
 
     def learn(
         self, axes: Sequence[Axis], told: Told, own: Mapping[int, Sequence[int]]

@@ -100,7 +100,22 @@ class SampleLoader:
         if getattr(self.dataset, "__getitems__", None):
             # What it gives may depend on the whole batch: it is asked for that, unless it draws.
             task = task._replace(seeds_all=False)
-        return self._load(task, transforms)
+        while True:  # again as long as samples draw from a generator that was not seeded
+            seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
+            before = {name: one.look() for name, one in GENERATORS.items() if name not in seeds}
+            error, samples = None, None
+            try:
+                samples = self._load_seeded(task, before, transforms)
+            except Exception as caught:
+                error = caught
+            moved = [name for name, look in before.items() if GENERATORS[name].look() != look]
+            for name in moved:
+                GENERATORS[name].put_back(before[name])
+            self.drawn |= {*moved}
+            if not moved and error is not None:
+                raise error
+            if not moved:
+                return samples
 
     def load_undrawn(self, indices: list[Any]) -> Any:
         """Return samples as the data set gives them; None if any draws, as far as that is known, or
@@ -110,34 +125,10 @@ class SampleLoader:
         is_time = not (num & (num - 1) and num % _SELDOM)
         return None if self.drawn or is_time else self._get(indices)
 
-    def _load(self, task: Task, transforms: list[Any]) -> Any:
-        """Load, and load again as long as samples draw from a generator that was not seeded."""
-        while True:
-            seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
-            before = {name: one.look() for name, one in GENERATORS.items() if name not in seeds}
-            error, samples = None, None
-            try:
-                samples = self._load_seeded(task, before, transforms)
-            except Exception as caught:
-                error = caught
-            if not self._moved(before):
-                if error is not None:
-                    raise error
-                return samples
-
     def _get(self, indices: Sequence[Any]) -> Any:
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
-
-    def _moved(self, before: Mapping[str, Any]) -> bool:
-        """Note which of the watched generators were drawn from, and put them back."""
-        moved = False
-        for name, state in before.items():
-            if GENERATORS[name].look() != state:
-                GENERATORS[name].put_back(state)
-                self.drawn, moved = self.drawn | {name}, True
-        return moved
 
     def _load_seeded(self, task: Task, watched: Mapping[str, Any], transforms: list[Any]) -> Any:
         assert task.indices is not None
@@ -271,14 +262,7 @@ class CollateLoaded:
     ) -> Loaded:
         """Say where samples stand, how long they are, and what differs from what they are alone."""
         axes, size, places, differs = loaded.axes, len(loaded.data), loaded.places, None
-
-        def leaves() -> dict[str, Any]:
-            return flatten(data, size)[1]
-
-        if not alone:  # it is the turn of none
-            lengths = company.lengths(axes, (told or {}) | company.ask_masks(axes, leaves))
-            return loaded._replace(data=data, lengths=lengths, places=None)
-        together, lengths = leaves(), None
+        together, lengths = flatten(data, size)[1], None
         if places is not None:
             places = find_places(together, [alone[row] for row in range(size)])
             alone = {row: alone[i] for row, i in enumerate(places.order)}
@@ -289,7 +273,7 @@ class CollateLoaded:
                 differs = differing_leaf(axes, again, backwards, len(alone))
         own = {row: own_lengths(axes, one) for row, one in alone.items()}
         if axes and places is None and told is not None:
-            told = told | company.ask_masks(axes, leaves)
+            told = told | company.ask_masks(axes, together)
             differs = company.learn(axes, told, own) or differs
         if len(own) == size:
             lengths = np.array([own[row] for row in range(size)], np.int64)
