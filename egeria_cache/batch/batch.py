@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ SampleId = int | str | tuple  # type: ignore[type-arg]
 Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
 
+R = TypeVar("R", bound=Rows)
 Leaf = Any
 _SCALARS = (str, bytes, int, float, bool, type(None))
 _NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, nn.Module, Dataset)
@@ -162,8 +163,7 @@ class Batch:
                 leaves[path] = at_rows(values, rows)
             elif absent is not None and is_rows(values, int((~absent).sum())):
                 if not absent[rows].all():
-                    there = (np.cumsum(~absent) - 1)[rows[~absent[rows]]]
-                    leaves[path] = at_rows(values, there)
+                    leaves[path] = at_rows(values, among(~absent, rows))
             else:
                 leaves[path] = values
         self._parts[known] = Batch(
@@ -200,12 +200,9 @@ class Batch:
             return None
         if len(values) == self.size:
             return values if rows is None else take_rows(values, rows)
-        if self.absent is None:
+        if self.absent is None or rows is None or (rows & self.absent).any():
             return None
-        loaded = ~self.absent
-        if rows is None or (rows & ~loaded).any():
-            return None
-        return take_rows(values, rows[loaded])
+        return take_rows(values, rows[~self.absent])
 
 
 class PartEntry:
@@ -223,7 +220,7 @@ class PartEntry:
         self._entry, self._load = entry, load
         self.cut = entry.cut
         self.hit = entry.hit[rows]
-        self._at = torch.from_numpy((np.cumsum(entry.hit) - 1)[rows[self.hit]])
+        self._at = torch.from_numpy(among(entry.hit, rows))
 
     @property
     def alive(self) -> bool:
@@ -254,11 +251,9 @@ def _load_part(
     rows: np.ndarray,
 ) -> Mapping[str, Rows]:
     """Load masked rows of a part, each once, from the whole batch's samples."""
-    wanted = part[rows]
     mask = np.zeros(size, bool)
-    mask[wanted] = True
-    at = (np.cumsum(mask) - 1)[wanted]
-    loaded, num = load_rows(mask).items(), int(mask.sum())
+    mask[part[rows]] = True
+    at, loaded, num = among(mask, part[rows]), load_rows(mask).items(), int(mask.sum())
     return {path: at_rows(rows, at) if is_rows(rows, num) else rows for path, rows in loaded}
 
 
@@ -305,10 +300,9 @@ class Vouched:
         """Vouch for it no more."""
         self._geometry = ()
 
-    def carry_over(self, tensor: Tensor) -> Vouched | None:
-        """Return this if `tensor` is another name of the same memory, else None."""
-        same = (tensor._version, _geometry(tensor)) == (self._version, self._geometry)
-        return self if same else None
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is another name of the same memory, not written to since."""
+        return (tensor._version, _geometry(tensor)) == (self._version, self._geometry)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
@@ -345,9 +339,7 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 def overlap(one: Any, other: Any) -> bool:
     """Whether two ordinary tensors have an element in common."""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return False
-    if not (is_dense(one) and is_dense(other) and one.numel() and other.numel()):
+    if not all(is_dense(leaf) and leaf.numel() for leaf in (one, other)):
         return False
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
@@ -480,15 +472,21 @@ def _holds_tensors(node: Any, depth: int, seen: set[int]) -> bool:
     return False
 
 
-def take_rows(rows: Rows, mask: np.ndarray) -> Rows:
+def among(mask: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return where those of the rows that are masked stand among all that are."""
+    where: np.ndarray = (np.cumsum(mask) - 1)[rows[mask[rows]]]
+    return where
+
+
+def take_rows(rows: R, mask: np.ndarray) -> R:
     """Return the rows where the boolean `mask` is True, in order."""
     return at_rows(rows, np.flatnonzero(mask))
 
 
-def at_rows(values: Rows, rows: np.ndarray) -> Rows:
+def at_rows(values: R, rows: np.ndarray) -> R:
     """Return the rows at these positions."""
     if isinstance(values, Tensor):
-        return values[uploaded(torch.from_numpy(rows), values.device)]
+        return values[uploaded(torch.from_numpy(rows), values.device)]  # type: ignore[return-value]
     return type(values)(values[i] for i in rows)
 
 

@@ -336,20 +336,14 @@ def _indexed(index: Any, num_rows: int) -> Selection | None:
         first, rest = index[0], (slice(None), *index[1:]) if len(index) > 1 else None
     if isinstance(first, np.ndarray):
         first = torch.from_numpy(first)
-    is_list = isinstance(first, list) and all(type(i) in (int, bool) for i in first)
-    if isinstance(first, slice):
-        if first == slice(None):
-            return None
-    elif isinstance(first, Tensor):
-        if first.dim() != 1 or type(first) is not Tensor or first.requires_grad:
-            return None
-    elif not is_list:
+    is_rows = isinstance(first, slice) and first != slice(None)
+    is_rows |= isinstance(first, list) and all(type(i) in (int, bool) for i in first)
+    is_rows |= type(first) is Tensor and first.dim() == 1 and not first.requires_grad
+    # Several lists of indices are taken together.
+    if not is_rows or any(isinstance(i, Tensor | list | np.ndarray) for i in rest or ()):
         return None
-    if rest is not None and any(isinstance(i, Tensor | list | np.ndarray) for i in rest):
-        return None  # several lists of indices are taken together
-    host = first.cpu() if isinstance(first, Tensor) else first
-    rows = torch.arange(num_rows)[host]
-    at = rows if isinstance(first, Tensor | list) else first
+    rows = torch.arange(num_rows)[first.cpu() if isinstance(first, Tensor) else first]
+    at = first if isinstance(first, slice) else rows
     return Selection([(rows.numpy(), partial(_take, at))], False, rest)
 
 

@@ -25,20 +25,19 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from egeria_cache.attempt import is_beside
-from egeria_cache.batch.batch import Batch, Rows, Vouched, merge_rows, own_containers, take_rows
-from egeria_cache.batch.chain import (
-    PLAIN,
-    Fold,
-    Leaf,
-    Op,
-    Raw,
-    Slot,
-    derived,
-    name_of,
-    selected_rows,
+from egeria_cache.batch.batch import (
+    Batch,
+    Rows,
+    Vouched,
+    among,
+    at_rows,
+    interleaved,
+    own_containers,
+    take_rows,
 )
+from egeria_cache.batch.chain import Fold, Leaf, Op, Raw, Slot, derived, name_of, selected_rows
 from egeria_cache.batch.trial import operation
-from egeria_cache.device import LEAF_FLAGS, located, uploaded
+from egeria_cache.device import LEAF_FLAGS, located
 from egeria_cache.threads import has_other_operations, outside_inference_mode, without_modes
 
 
@@ -76,7 +75,7 @@ class BatchTensor(Tensor):
     @property
     def fold(self) -> Fold:
         """Which of its rows belong to a sample."""
-        return self.chain[-1].fold if self.chain else PLAIN
+        return self.chain[-1].fold if self.chain else Fold()
 
     @property
     def intact(self) -> bool:
@@ -115,9 +114,7 @@ class BatchTensor(Tensor):
         """Return the plain rows that were not planned as hits, after `chain`."""
         entry = self.batch.entry
         assert entry is not None, "a batch without an entry has no hits to leave out"
-        rows = take_rows(self.full(), self.fold.mask(~entry.hit))
-        assert isinstance(rows, Tensor)
-        return rows
+        return take_rows(self.full(), self.fold.mask(~entry.hit))
 
     def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
         """Return the plain masked rows, after `chain`, without loading the others.
@@ -126,9 +123,7 @@ class BatchTensor(Tensor):
             mask: Bool, shape (B,).
             loaded: What `batch.load_rows(mask)` gave; used if this leaf's own rows are absent.
         """
-        rows = take_rows(self.full(), self.fold.mask(mask))
-        assert isinstance(rows, Tensor)
-        return rows
+        return take_rows(self.full(), self.fold.mask(mask))
 
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         """Return the result of an operation on leaves of a batch, this one among them.
@@ -229,7 +224,7 @@ class BatchTensor(Tensor):
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
         """Return these rows as a batch of their own; `part` takes them from a tensor."""
         data = self.full()
-        if not self._vouched.holds(data) or self.fold != PLAIN:
+        if not self._vouched.holds(data) or self.fold != Fold():
             return None
         return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.raw, self.chain)
 
@@ -307,8 +302,7 @@ class AbsentTensor(BatchTensor):
         mask = self.batch.absent
         assert mask is not None
         mask = self.fold.mask(mask)
-        merged = absent if self._misses is None else merge_rows(mask, absent, self._misses)
-        assert isinstance(merged, Tensor)
+        merged = absent if self._misses is None else interleaved(mask, absent, self._misses)
         # The strides that it would have: channels_last stays channels_last.
         shape, strides = self._meta.shape, self._meta.stride()
         return merged.new_empty_strided(shape, strides).copy_(merged)
@@ -382,14 +376,11 @@ class AbsentTensor(BatchTensor):
             return None
         batch, mask = self.batch.select(rows), self.batch.absent
         assert mask is not None
-        meta = part(self._meta)
-        misses = None
-        if not mask[rows].all():
-            if batch.absent is None:  # misses alone: they are all there
-                return super()._select(rows, part)
-            assert self._misses is not None
-            at = (np.cumsum(~mask) - 1)[rows[~mask[rows]]]
-            misses = self._misses[uploaded(torch.from_numpy(at), self._misses.device)]
+        if batch.absent is None:  # misses alone: they are all there
+            return super()._select(rows, part)
+        meta, misses = part(self._meta), None
+        if self._misses is not None and not mask[rows].all():
+            misses = at_rows(self._misses, among(~mask, rows))
         result = without_data(
             meta, batch, self.leaf, misses, device=self.device, raw=self.raw, chain=self.chain
         )
@@ -508,10 +499,10 @@ def loaded_tensor(
     known: Vouched | None = None,
 ) -> BatchTensor:
     """Tag data; `known` vouches for what may be the same memory."""
-    vouched = None if known is None else known.carry_over(data)
+    if known is None or not known.is_of(data):
+        known = Vouched(data, by_content=batch.may_be_stored)
     tensor = data.as_subclass(BatchTensor)
-    vouched = vouched or Vouched(data, by_content=batch.may_be_stored)
-    vars(tensor).update(batch=batch, leaf=leaf, raw=raw, chain=chain, _vouched=vouched)
+    vars(tensor).update(batch=batch, leaf=leaf, raw=raw, chain=chain, _vouched=known)
     return tensor
 
 

@@ -19,20 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.batch import chain
 from egeria_cache.batch.batch import is_dense
-from egeria_cache.batch.chain import (
-    PLAIN,
-    ROWS,
-    Fold,
-    Leaf,
-    Op,
-    Raw,
-    Slot,
-    derived,
-    moved,
-    name_of,
-    text_of,
-)  # fmt: skip
 from egeria_cache.pystate import RandomState
 from egeria_cache.threads import in_turns, without_modes
 
@@ -56,7 +44,7 @@ _RANGES = (0.0, 1.0), (0.2, 0.4), (0.4, 0.6), (0.0, 0.5), (0.6, 0.2)
 
 Kind = Callable[[Sequence[Any]], Any] | None
 """Makes the tuple that an operation gives; None where that is a tensor."""
-Found = tuple[tuple[Op, ...], Kind]
+Found = tuple[tuple[chain.Op, ...], Kind]
 
 _TRIED: dict[Any, dict[str, Found | None]] = {}
 
@@ -65,7 +53,7 @@ def operation(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[chain.Leaf],
     size: int,
 ) -> Found | None:
     """Return the operation, one for each tensor that it gives; None if it may not be repeated.
@@ -78,20 +66,20 @@ def operation(
         size: How many samples that has.
     """
     first = leaves[0]
-    is_first = bool(args) and isinstance(args[0], Slot) and args[0] == 0
-    move = moved(func, args, kwargs) if is_first and len(leaves) == 1 else None
+    is_first = bool(args) and isinstance(args[0], chain.Slot) and args[0] == 0
+    move = chain.moved(func, args, kwargs) if is_first and len(leaves) == 1 else None
     if move is not None:
         move.fold = first.fold
         return None if first.opens else ((move,), None)
     if not _is_of_torch(func) or kwargs.get("out") is not None:
         return None
-    texts = [text_of(value, leaves) for value in args]
-    named = {name: text_of(value, leaves) for name, value in sorted(kwargs.items())}
+    texts = [chain.text_of(value, leaves) for value in args]
+    named = {name: chain.text_of(value, leaves) for name, value in sorted(kwargs.items())}
     if None in (*texts, *named.values()):
         return None
     texts = texts[1:] if is_first else texts
     inside = ", ".join(map(str, texts)) + ("," if len(texts) == 1 else "")
-    key = f"{name_of(func)}({inside}){named or ''}"
+    key = f"{chain.name_of(func)}({inside}){named or ''}"
     kind = first.device.type
     precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     ways = tuple([leaf.way for leaf in leaves])
@@ -104,7 +92,7 @@ def operation(
         if len(_TRIED) > 4096:
             _TRIED.clear()
         own = {name: _own(value) for name, value in kwargs.items()}
-        known[key] = _try(Op(func, _own(args), own, key, leaves[1:]), leaves, size)
+        known[key] = _try(chain.Op(func, _own(args), own, key, leaves[1:]), leaves, size)
     return known[key]
 
 
@@ -120,7 +108,7 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _try(op: Op, leaves: Sequence[Leaf], size: int) -> Found | None:
+def _try(op: chain.Op, leaves: Sequence[chain.Leaf], size: int) -> Found | None:
     num_rows, tried = leaves[0].num_rows, []
     candidates = [op]
     if any(type(value) is int and value == num_rows for value in tree_leaves(op.args)):
@@ -140,7 +128,7 @@ def _with_rows(value: Any, num_rows: int) -> Any:
     """Put `ROWS` for the number of rows."""
     if isinstance(value, tuple):
         return tuple(_with_rows(item, num_rows) for item in value)
-    return ROWS if type(value) is int and value == num_rows else value
+    return chain.ROWS if type(value) is int and value == num_rows else value
 
 
 _IGNORE: Any = ("ignore", None, Warning, None, 0)
@@ -161,7 +149,7 @@ def _unseen() -> Iterator[Callable[[], bool]]:
 class _Trial:
     """One operation on made-up samples."""
 
-    def __init__(self, op: Op, leaves: Sequence[Leaf], size: int) -> None:
+    def __init__(self, op: chain.Op, leaves: Sequence[chain.Leaf], size: int) -> None:
         self._op, self._leaves = op, leaves
         self._raws = {name: raw for leaf in leaves for name, raw in leaf.raws.items()}
         row_bytes = sum(raw[0][1:].numel() * raw[2].itemsize for raw in self._raws.values())
@@ -171,7 +159,7 @@ class _Trial:
 
     def found(self) -> Found | None:
         """Return what it shows; None if samples are not kept apart."""
-        folds: list[Fold | None] = []
+        folds: list[chain.Fold | None] = []
         has_floats = any(raw[2].is_floating_point for raw in self._raws.values())
         for scale in (1.0, -1000.0) if has_floats else (1.0,):
             for size in self._sizes:
@@ -195,7 +183,7 @@ class _Trial:
                         return None
                 if size == self._sizes[-1] and not self._can_be_described(whole, size):
                     return None
-        ops = (replace(self._op, fold=fold or PLAIN, opens=fold is None) for fold in folds)
+        ops = (replace(self._op, fold=fold or chain.PLAIN, opens=fold is None) for fold in folds)
         if self._kind is not None:
             ops = (replace(op, item=i, key=f"{op.key}[{i}]") for i, op in enumerate(ops))
         return tuple(ops), self._kind
@@ -231,7 +219,7 @@ class _Trial:
             if scale != 1 and block.is_floating_point():
                 block = (block - 0.5) * scale
             loaded[name] = _strided(raw, len(rows), block.device).copy_(block)
-        return [derived(leaf.name, leaf.chain, loaded, leaf.device) for leaf in self._leaves]
+        return [chain.derived(leaf.name, leaf.chain, loaded, leaf.device) for leaf in self._leaves]
 
     def _is_other_view(self, result: Tensor, size: int) -> bool:
         """Whether it shows all of its leaf, which another view may put into rows again."""
@@ -243,25 +231,25 @@ class _Trial:
         """Whether the same comes out where there are no data."""
         there = torch.device("meta")
         metas = {name: _strided(raw, size, there) for name, raw in self._raws.items()}
-        given = [derived(leaf.name, leaf.chain, metas, there) for leaf in self._leaves]
+        given = [chain.derived(leaf.name, leaf.chain, metas, there) for leaf in self._leaves]
         result = self._op.call(given)
         is_one = self._op.writes or self._kind is None
         described = [given[0] if self._op.writes else result] if is_one else list(result)
         return [_geometry(t) for t in described] == [_geometry(t) for t in whole]
 
 
-def _fold(whole: Tensor, singles: Sequence[Tensor], size: int) -> Fold | None:
+def _fold(whole: Tensor, singles: Sequence[Tensor], size: int) -> chain.Fold | None:
     """Return which rows are a sample's; None if it is none of what can be told."""
     each = singles[0].shape[0]
     for outer in range(1, each + 1):
-        fold = Fold(outer, each // outer)
+        fold = chain.Fold(outer, each // outer)
         agree = (_agree(fold, whole, size, one, [i]) for i, one in enumerate(singles))
         if each % outer == 0 and all(agree):
             return fold
     return None
 
 
-def _agree(fold: Fold, whole: Tensor, size: int, part: Tensor, rows: Sequence[int]) -> bool:
+def _agree(fold: chain.Fold, whole: Tensor, size: int, part: Tensor, rows: Sequence[int]) -> bool:
     """Whether a part has these of the samples, as they are in the whole."""
     each = fold.outer * fold.inner
     if not each or (len(whole), len(part)) != (size * each, len(rows) * each):
@@ -283,7 +271,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=off * scale, equal_nan=True)
 
 
-def _made_up(raw: Raw, size: int) -> Tensor:
+def _made_up(raw: chain.Raw, size: int) -> Tensor:
     """Return rows of a leaf that differ, also in extremes, in numbers that models are given."""
     shape, _, dtype = raw
     numbers = torch.rand((size, *shape[1:]), generator=torch.Generator().manual_seed(size))
@@ -295,7 +283,7 @@ def _made_up(raw: Raw, size: int) -> Tensor:
     return (numbers if dtype.is_floating_point or dtype.is_complex else numbers * 5).to(dtype)
 
 
-def _strided(raw: Raw, size: int, device: torch.device) -> Tensor:
+def _strided(raw: chain.Raw, size: int, device: torch.device) -> Tensor:
     shape, stride, dtype = raw
     used = [step for step, length in zip(stride[1:], shape[1:], strict=True) if length > 1]
     if not used or (0 not in used and stride[0] >= shape[1:].numel()):

@@ -76,16 +76,15 @@ def find_padding(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]
     values: dict[str, Any] = {}
     for path, whole in together.items():
         rows = [leaves.get(path) for leaves in alone]
-        if not isinstance(whole, Tensor) or not is_rows(whole, len(alone)):
+        are_tensors = all(isinstance(leaf, Tensor) for leaf in (whole, *rows))
+        if not are_tensors or not is_rows(whole, len(alone)):
             continue
-        if not all(isinstance(row, Tensor) and is_rows(row, 1) for row in rows):
+        if not all(is_rows(row, 1) for row in rows):
             continue
         found = _of_leaf(whole, [row[0] for row in rows])  # type: ignore[index]
-        if found is None:
-            continue
-        dims, value = found
-        axes += [Axis(path, dim, left) for dim, left in dims]
-        values[path] = value
+        if found is not None:
+            dims, values[path] = found
+            axes += [Axis(path, dim, left) for dim, left in dims]
     return Padding(tuple(axes), values) if axes else None
 
 
