@@ -183,9 +183,6 @@ def cut(numbers: npt.NDArray[Any], elements: Elements) -> list[npt.NDArray[Any]]
 Storage = str | None
 """A name from `arguments.StorageDtype`, or None: every bit is kept."""
 
-CODES: dict[int, Storage] = {0: None, 1: "float16", 2: "bfloat16", 3: "int8"}
-"""On disk."""
-
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LEVELS = 127
 

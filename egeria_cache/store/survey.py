@@ -103,8 +103,8 @@ def contents(path: Path) -> Report:
                 variants[_sample(key)[1]] += 1
                 for position in range(len(record.payload)):
                     field, _ = record.field(position)
-                    text = str(field).removeprefix(f"{field.name}: ")
-                    shapes[field.name] = text if shapes.get(field.name, text) == text else "varies"
+                    name, kind = record.layout.fields[position].name, field.kind
+                    shapes[name] = kind if shapes.get(name, kind) == kind else "varies"
     drawn = dict(sorted(variants.items()))
     return {"fields": shapes, "variants": drawn, "num_damaged": num_damaged}
 

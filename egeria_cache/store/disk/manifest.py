@@ -25,7 +25,7 @@ from egeria_cache.errors import ForeignError, StoreError
 
 logger = logging.getLogger("egeria_cache.store")
 
-FORMAT, ROOT_FORMAT = 3, 1
+FORMAT, ROOT_FORMAT = 4, 1
 """Version of a generation, and of the directory around it; what has a higher one is refused, never
 guessed at. A generation of a lower one is left alone, and goes when room is needed."""
 MANIFEST_NAME = "manifest.json"

@@ -27,9 +27,8 @@ NO_DRAW = (1 << 32) - 1
 MAX_KEY_BYTES = 511
 """As LMDB takes them."""
 _SIGN = 1 << 63
-_INT, _TEXT, _TUPLE, _HASHED = b"i", b"s", b"t", b"h"
+_INT, _JSON, _HASHED = b"i", b"j", b"h"
 _INT_KEY = struct.Struct(">cQI")
-_UTF8 = "utf-8", "surrogatepass"
 
 
 def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
@@ -63,15 +62,14 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         raise ValueError(f"variant must be from 0 to {(1 << 32) - 1}, got {variant}")
     tail = struct.pack(">I", variant)
     if isinstance(sample_id, str):
-        key = _TEXT + sample_id.encode(*_UTF8) + tail
+        name: Any = sample_id
     elif isinstance(sample_id, tuple):
-        names = [one if isinstance(one, str) else _integer(one) for one in sample_id]
-        key = _TUPLE + json.dumps(names, ensure_ascii=False).encode(*_UTF8) + tail
+        name = [one if isinstance(one, str) else _integer(one) for one in sample_id]
     else:
-        number = _integer(sample_id)
-        if -_SIGN <= number < _SIGN:
-            return _INT + struct.pack(">Q", number + _SIGN) + tail
-        key = _TUPLE + json.dumps(number).encode() + tail
+        name = _integer(sample_id)
+        if -_SIGN <= name < _SIGN:
+            return _INT + struct.pack(">Q", name + _SIGN) + tail
+    key = _JSON + json.dumps(name).encode() + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
         key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail
@@ -100,11 +98,9 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
         kind, body, (variant,) = key[:1], key[1:-4], struct.unpack(">I", key[1:][-4:])
         if kind == _INT and len(key) == _INT_KEY.size:
             return struct.unpack(">Q", body)[0] - _SIGN, variant
-        if kind == _TEXT:
-            return body.decode(*_UTF8), variant
-        if kind == _TUPLE:
-            found = json.loads(body.decode(*_UTF8))
-            return found if type(found) is int else tuple(found), variant
+        if kind == _JSON:
+            found = json.loads(body)
+            return found if isinstance(found, int | str) else tuple(found), variant
         if kind == _HASHED and len(body) == 32:
             return None, variant
     raise ValueError(f"not the key of a sample: {key[:32]!r}")

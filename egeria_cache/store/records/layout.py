@@ -11,40 +11,31 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, get_args
 
 import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.store.codecs import CODES, Elements, Storage, storage_bytes
+from egeria_cache.arguments import StorageDtype
+from egeria_cache.store.codecs import Elements, Storage, storage_bytes
 
 Value = Tensor | str | bytes | int | float | bool | None
 """What one sample may hold under one name."""
 Plain = str | bytes | int | float | bool | None
 
 MAX_FIELD_BYTES = 1 << 40
-
-_DTYPE_NAMES = (
+_NAMES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
     "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
     "float8_e5m2fnuz", "float8_e8m0fnu", "uint16", "uint32", "uint64", "complex32",
 )  # fmt: skip
-DTYPES: dict[int, torch.dtype] = {
-    code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
-}
-"""Codes on disk; one this torch does not know makes the record unreadable, not wrong."""
-_CODES: dict[torch.dtype | None, int] = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
+"""What records hold: quantized numbers, say, are no plain bytes."""
 
 
 class RecordError(ValueError):
     """These bytes are no intact record."""
-
-
-def code_of(dtype: torch.dtype | None) -> int | None:
-    """Return what stands for a dtype on disk; `ValueError` if nothing does."""
-    if dtype is not None and dtype not in _CODES:
-        raise ValueError(f"no record holds tensors of {dtype}")
-    return _CODES.get(dtype)
 
 
 @dataclass(frozen=True)
@@ -58,11 +49,13 @@ class FieldLayout:
     storage: Storage = None
     """Lossy number format of the stored elements; None: `dtype` itself."""
 
-    def __str__(self) -> str:
+    @property
+    def kind(self) -> str:
+        """What it holds, in words."""
         if self.dtype is None:
-            return f"{self.name}: scalar, text or bytes"
+            return "scalar, text or bytes"
         lossy = f" as {self.storage}" if self.storage else ""
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}{lossy}"
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{lossy}"
 
     @cached_property
     def num_bytes(self) -> int:
@@ -80,12 +73,31 @@ class FieldLayout:
             return self.dtype.itemsize // 2, True
         return self.dtype.itemsize, self.dtype.is_floating_point
 
-    def check(self) -> None:
-        """Raise `RecordError` if there are no such tensors."""
-        known = type(self.name) is str and self.storage in CODES.values()
-        known = known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in self.shape)
-        if not known or math.prod(self.shape) > MAX_FIELD_BYTES:
-            raise RecordError(f"a tensor of shape {self.shape}")
+    def told(self) -> list[Any]:
+        """Return what stands for it in JSON.
+
+        Raises:
+            ValueError: No record holds such tensors.
+        """
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"no record holds tensors of {self.dtype}")
+        return [self.name, dtype, self.shape, self.storage]
+
+    @classmethod
+    def of(cls, told: Any) -> FieldLayout:
+        """Undo `told`.
+
+        Raises:
+            TypeError, ValueError, KeyError: It tells of nothing that there is.
+        """
+        name, dtype, shape, storage = told
+        found = cls(name, None if dtype is None else DTYPES[dtype], tuple(shape), storage)
+        is_known = type(name) is str and storage in (None, *get_args(StorageDtype))
+        is_known = is_known and all(type(n) is int and 0 <= n <= MAX_FIELD_BYTES for n in shape)
+        if not is_known or math.prod(shape) > MAX_FIELD_BYTES:
+            raise RecordError(f"a tensor of shape {shape}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -108,12 +120,8 @@ class Layout:
 
     @cached_property
     def packed(self) -> bytes:
-        """The bytes that stand for it: JSON.
-
-        Raises:
-            ValueError: A dtype that has no code.
-        """
-        fields = [[one.name, code_of(one.dtype), one.shape, one.storage] for one in self.fields]
+        """The bytes that stand for it: JSON."""
+        fields = [one.told() for one in self.fields]
         return json.dumps([self.bare, fields], separators=(",", ":")).encode()
 
     def sealed(self, identity: int) -> bytes:
@@ -135,17 +143,9 @@ class Layout:
         Raises:
             RecordError: It is none.
         """
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             bare, fields = json.loads(stored)
-            found = cls(
-                bare,
-                tuple(
-                    FieldLayout(name, None if code is None else DTYPES[code], tuple(shape), storage)
-                    for name, code, shape, storage in fields
-                ),
-            )
-            for one in found.fields:
-                one.check()
+            found = cls(bare, tuple(map(FieldLayout.of, fields)))
             if found.packed == stored:
                 return found
         raise RecordError("damaged layout")

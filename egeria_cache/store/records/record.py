@@ -7,8 +7,10 @@ covers both, the layout of all records, and which generation it is of.
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import compress
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.codecs import (
-    CODES,
     Codec,
     CodecError,
     Coder,
@@ -32,12 +33,10 @@ from egeria_cache.store.codecs import (
 )
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
-    DTYPES,
     FieldLayout,
     Layout,
     RecordError,
     Value,
-    code_of,
     decode_value,
     encode_value,
 )
@@ -58,8 +57,6 @@ SAME_BYTES = 0.03
 """Within this margin of the smallest, the codec that decodes fastest is taken."""
 FASTEST = (Codec.SPLIT, Codec.BITMAP, Codec.ZSTD)
 """To decode. What the clock said of a few records beside a training changed from run to run."""
-FREE_HEAD = struct.Struct("<cBBB")
-"""Of a tensor that tells itself: "t", dtype, storage, number of dimensions."""
 
 
 def aligned(size: int) -> int:
@@ -202,8 +199,7 @@ def encode_rows(
     layout = Layout(rows.bare, tuple(field for field, _ in columns))
     if known is not None and layout != known:
         raise ValueError(
-            f"records here hold ({', '.join(map(str, known.fields))}), and it holds "
-            f"({', '.join(map(str, layout.fields))})"
+            f"records here hold ({_in_words(known)}), and it holds ({_in_words(layout)})"
         )
     stored = [
         [coder.encode(data[row], codec, field.elements) for row in range(len(keys))]
@@ -232,6 +228,10 @@ def choose_codec(
         small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
         best = next((codec for codec in FASTEST if codec in small), small[0])
     return best, ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
+
+
+def _in_words(layout: Layout) -> str:
+    return ", ".join(f"{one.name}: {one.kind}" for one in layout.fields)
 
 
 def _record(key: bytes, fields: Sequence[tuple[int, Any]], seed: int) -> Sequence[Any]:
@@ -275,9 +275,8 @@ def _encode_free(
     field, data = _column("", value[None], storage, error)
     assert isinstance(data, np.ndarray)
     used, stored = coder.encode(data[0], codec, field.elements)
-    kinds = code_of(field.dtype), next(n for n, one in CODES.items() if one == field.storage)
-    head = FREE_HEAD.pack(b"t", *kinds, len(field.shape))
-    return used, b"".join((head, struct.pack(f"<{len(field.shape)}Q", *field.shape), stored))
+    head = json.dumps(field.told(), separators=(",", ":")).encode()
+    return used, b"".join((b"t", len(head).to_bytes(2, "little"), head, stored))
 
 
 # -- reading ---------------------------------------------------------------------------------
@@ -301,11 +300,10 @@ class Record:
             RecordError: It tells of no tensor that there is.
         """
         field, stored = self.layout.fields[position], self.payload[position]
-        head = bytes(stored[: FREE_HEAD.size])
-        if field.dtype is not None or head[:1] != b"t":
+        if field.dtype is not None or bytes(stored[:1]) != b"t":
             return field, stored
-        end = FREE_HEAD.size + 8 * head[-1]
-        return _told(field.name, bytes(stored[:end])), stored[end:]
+        end = 3 + int.from_bytes(stored[1:3], "little")
+        return _told(bytes(stored[3:end])), stored[end:]
 
     def value(self, position: int, coder: Coder) -> Value:
         """Decode one field.
@@ -320,7 +318,7 @@ class Record:
                 raise RecordError("a scalar or text with a codec")
             return decode_value(bytes(stored))
         if field.num_bytes > len(stored) << MAX_RATIO_BITS:
-            raise RecordError(f"{field}: only {len(stored)} bytes")
+            raise RecordError(f"{field.kind}: only {len(stored)} bytes")
         packed = torch.empty(field.num_bytes, dtype=torch.uint8)
         try:
             coder.decode_into(stored, codec, packed.numpy(), field.elements)
@@ -332,16 +330,11 @@ class Record:
 
 
 @lru_cache(4096)
-def _told(name: str, head: bytes) -> FieldLayout:
+def _told(head: bytes) -> FieldLayout:
     """Return what a tensor of a record tells of itself."""
-    try:
-        _, code, storage, ndim = FREE_HEAD.unpack_from(head)
-        shape = struct.unpack_from(f"<{ndim}Q", head, FREE_HEAD.size)
-        field = FieldLayout(name, DTYPES[code], shape, CODES[storage])
-    except (struct.error, KeyError):
-        raise RecordError(f"field {name!r} is damaged") from None
-    field.check()
-    return field
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return FieldLayout.of(json.loads(head))
+    raise RecordError("what it tells of itself is damaged")
 
 
 def key_of(record: Any) -> bytes:
