@@ -72,7 +72,7 @@ class NeedsKernelError(ValueError):
 
 
 class Coder:
-    """Encodes and decodes in one thread."""
+    """Encodes in one thread."""
 
     def __init__(self) -> None:
         self._general = zstandard.ZstdCompressor(level=1)
@@ -83,7 +83,6 @@ class Coder:
                 1, min_match=7, hash_log=6
             )
         )
-        self._decompressor = zstandard.ZstdDecompressor()
 
     def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
@@ -111,38 +110,6 @@ class Coder:
             )
         return (codec, packed) if len(packed) < data.nbytes else (Codec.RAW, data)
 
-    def decode_into(self, stored: Any, codec: int, out: Bytes, elements: Elements) -> None:
-        """Fill `out` (contiguous, 1-d) with the original bytes.
-
-        Raises:
-            CodecError: The stored bytes are damaged, or hold another number of bytes.
-            NeedsKernelError: Nothing here can decode them.
-        """
-        native, num_bytes = kernel(), len(out)
-        if codec == Codec.RAW:
-            if len(stored) != num_bytes:
-                raise CodecError(f"{len(stored)} raw bytes, {num_bytes} promised")
-            out[:] = np.frombuffer(stored, np.uint8)
-        elif codec == Codec.ZSTD:
-            out[:] = np.frombuffer(self._expanded(stored, num_bytes), np.uint8)
-        elif codec not in (Codec.SPLIT, Codec.BITMAP) or elements[0] not in GROUPS:
-            raise CodecError(f"unknown codec {codec}")
-        elif native is None:
-            raise NeedsKernelError("split records are read by the compiled kernel alone")
-        elif not native.decode(codec, stored, out, elements):
-            raise CodecError("planes or bitmap are damaged")
-
-    def _expanded(self, stored: Any, num_bytes: int) -> bytes:
-        problem: object = "another size"
-        try:  # what the frame says is what would be allocated
-            if zstandard.frame_content_size(stored) == num_bytes:
-                return self._decompressor.decompress(stored, allow_extra_data=False)
-        except (zstandard.ZstdError, ValueError) as error:
-            problem = error
-        raise CodecError(f"not what was promised: {problem}")
-
-    # -- encoding ---------------------------------------------------------------------------
-
     def _split(
         self, numbers: npt.NDArray[Any], elements: Elements, *, rotates: bool = True
     ) -> bytes:
@@ -168,6 +135,35 @@ class Coder:
             if len(packed) <= worth * len(block):
                 return packed, 1
         return block, 0
+
+
+def decode(stored: Any, codec: int, out: Bytes, elements: Elements) -> None:
+    """Fill `out` (contiguous, 1-d) with the original bytes.
+
+    Raises:
+        CodecError: The stored bytes are damaged, or hold another number of bytes.
+        NeedsKernelError: Nothing here can decode them.
+    """
+    native, num_bytes = kernel(), len(out)
+    if codec == Codec.RAW:
+        if len(stored) != num_bytes:
+            raise CodecError(f"{len(stored)} raw bytes, {num_bytes} promised")
+        out[:] = np.frombuffer(stored, np.uint8)
+    elif native is not None:
+        if not native.decode(codec, stored, out, elements):
+            raise CodecError(f"not what was promised of codec {codec}")
+    elif codec == Codec.ZSTD:
+        problem: object = "another size"
+        try:  # what the frame says is what would be allocated
+            if zstandard.frame_content_size(stored) == num_bytes:
+                whole = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+                out[:] = np.frombuffer(whole, np.uint8)
+                return
+        except (zstandard.ZstdError, ValueError) as error:
+            problem = error
+        raise CodecError(f"not what was promised: {problem}")
+    else:
+        raise NeedsKernelError("split records are read by the compiled kernel alone")
 
 
 def cut(numbers: npt.NDArray[Any], elements: Elements) -> list[npt.NDArray[Any]]:

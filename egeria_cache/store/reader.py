@@ -2,7 +2,7 @@
 
 One view of what is committed, one look-up of all keys, and one call of the kernel that reads,
 verifies and decodes every row to where it belongs. Where records are ragged, hold texts or numbers,
-or there is no kernel: a plain loop. No state but zstd's, one for each thread.
+or there is no kernel: a plain loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from egeria_cache.store.codecs import Coder, NeedsKernelError, unpack
+from egeria_cache.store.codecs import NeedsKernelError, unpack
 from egeria_cache.store.disk.files import Entries, GenerationFiles, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.records.keys import decode_key
@@ -28,8 +27,6 @@ from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
 logger = logging.getLogger("egeria_cache.store")
 
 Column = Tensor | list[Any]
-_local = threading.local()
-"""A coder for each thread."""
 MAPPED_BYTES = 1 << 17
 """From here on malloc may map memory anew, whose first touches cost three times the copy: of what
 PyTorch asks for, aligned, every third batch of 2 MiB; hardly ever for NumPy, which asks for huge
@@ -84,10 +81,7 @@ class Fetched:
     def __init__(
         self, view: View, keys: Sequence[bytes], entries: Entries, pin_memory: bool, *, waits: bool
     ) -> None:
-        if not hasattr(_local, "coder"):
-            _local.coder = Coder()
         self._view, self._keys, self._entries = view, keys, entries
-        self._coder: Coder = _local.coder
         self._pin_memory, self._waits = pin_memory, waits
         self.hit, self.bare = np.zeros(len(keys), np.bool_), False
         self.fields: dict[str, Column] = {}
@@ -171,7 +165,7 @@ class Fetched:
         key = self._keys[row]
         try:
             found = self._view.record(key, self._entries[row])
-            values = [found.value(at, self._coder) for at in range(len(found.payload))]
+            values = [found.value(at) for at in range(len(found.payload))]
         except OSError as error:
             self.failed[row] = f"the disk cannot read it: {error.strerror}", False
         except NeedsKernelError:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk import place
 from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
@@ -129,11 +128,10 @@ def verify(path: Path) -> tuple[int, list[Report]]:
             damaged("?", problem)
             return 0, damage
         with inspected(path) as view:
-            coder = Coder()
             for key, record in view.records():
                 num_records += 1
                 try:
-                    _decode(record, coder)
+                    _decode(record)
                 except ValueError as error:  # a RecordError is one
                     sample, variant = _sample(key)
                     damaged(f"{sample} (variant {variant})" if variant else sample, error)
@@ -145,11 +143,11 @@ def verify(path: Path) -> tuple[int, list[Report]]:
     return num_records, damage
 
 
-def _decode(record: Record | RecordError, coder: Coder) -> None:
+def _decode(record: Record | RecordError) -> None:
     if isinstance(record, RecordError):
         raise record
     for position in range(len(record.payload)):
-        record.value(position, coder)
+        record.value(position)
 
 
 def _sample(key: bytes) -> tuple[str, int]:

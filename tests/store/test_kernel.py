@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from egeria_cache.store import ActivationStore, NotInMemoryError, native
-from egeria_cache.store.codecs import Codec, CodecError, Coder
+from egeria_cache.store.codecs import Codec, CodecError, Coder, decode
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
 from tests.store.conftest import damage, entries_of, keep
@@ -153,7 +153,7 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
         del encoded[len(encoded) - cut % (len(encoded) // 2) :]
     around = np.full((3, len(row)), 7, np.uint8)
     try:
-        Coder().decode_into(bytes(encoded), codec, around[1], elements)
+        decode(bytes(encoded), codec, around[1], elements)
         assert changes or (around[1] == row).all()
     except CodecError:
         assert changes

@@ -23,7 +23,7 @@ import xxhash
 
 from egeria_cache.store.codecs import Codec, LossyError
 from egeria_cache.store.disk.environment import DATA_NAME, Environment
-from egeria_cache.store.disk.manifest import DamagedError, GoneError, Manifest, open_own
+from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
 from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.records.layout import Layout, RecordError
 from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
@@ -119,14 +119,13 @@ class GenerationFiles:
         self._is_open = threading.Lock()
         """Taken for good by whoever closes them."""
         vetted = in_use_elsewhere(directory)
-        self._claim = None if inspects else Claim(directory)
-        try:
+        with contextlib.ExitStack() as held:
+            self._claim = None if inspects else Claim(directory)
+            if self._claim is not None:
+                held.callback(self._claim.release)
             self._environment = Environment.open(directory, writes=not inspects, vetted=vetted)
-        except BaseException as error:
-            self._unclaim()
-            if isinstance(error, FileNotFoundError) and inspects:
-                raise DamagedError(f"{directory / DATA_NAME} is missing") from None
-            raise
+            held.callback(self._environment.close)
+            self._held = held.pop_all()
 
     def close(self, *, removes: bool = False) -> None:
         """Give the lock up; the files are closed when nobody reads them, and unlinked, if that is
@@ -136,12 +135,7 @@ class GenerationFiles:
         if self._is_open.acquire(blocking=False):
             if removes and self._claim is not None and self._claim.alone():
                 remove_directory(self.directory)
-            self._environment.close()
-            self._unclaim()
-
-    def _unclaim(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
+            self._held.close()
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
@@ -174,29 +168,28 @@ class GenerationFiles:
         """
         self.check_present()
         with self._environment.transaction(writes=True) as transaction:
-            commit = _Commit(View(self, self._environment, transaction), transaction)
-            new = records.only(commit.new_among(records))
-            growth = commit.growth_bytes(new)
+            view = View(self, self._environment, transaction)
+            new = records.only(view.new_among(records))
+            growth = view.growth_bytes(new)
             free = room(growth[-1]) if len(new) else 0
             fitting = new.only([size <= free for size in growth])
             if len(fitting):
-                commit.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
+                view.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
         for key in fitting.keys:
             self.hidden.pop(key, None)
         return len(new), len(fitting)
 
 
 class View:
-    """What one transaction sees of a generation."""
+    """What one transaction sees of a generation, and adds to it."""
 
     def __init__(self, files: GenerationFiles, environment: Environment, transaction: Any) -> None:
         self.files, self.environment, self._transaction = files, environment, transaction
         self.descriptor, self.tables = environment.descriptor, environment.tables
 
-    def get(self, table: bytes, key: bytes) -> bytes | memoryview | None:
-        """Return a value; it is good while the transaction lasts."""
-        found: bytes | memoryview | None = self._transaction.get(key, db=self.tables[table])
-        return found
+    def get(self, table: bytes, key: bytes) -> Any:
+        """Return a value, if there is one; it is good while the transaction lasts."""
+        return self._transaction.get(key, db=self.tables[table])
 
     def locate(self, keys: Sequence[bytes]) -> Entries:
         """Return where records are, shape (B,). What is hidden is not there."""
@@ -267,19 +260,13 @@ class View:
                 found = RecordError(f"the disk cannot read it: {error.strerror}")
             yield key, found
 
-
-class _Commit:
-    """What is added to a generation in one transaction."""
-
-    def __init__(self, view: View, transaction: Any) -> None:
-        self._view, self._transaction, self._tables = view, transaction, view.tables
-        self.totals = view.totals()
+    # -- writing -------------------------------------------------------------------------------
 
     def new_among(self, records: Encoded) -> list[bool]:
         """Return which of the records nobody has stored by now, each key once. What another process
         stored is the same; what proved damaged is new.
         """
-        hidden, known = self._view.files.hidden, self._view.located(records.keys)["size"].tolist()
+        hidden, known = self.files.hidden, self.located(records.keys)["size"].tolist()
         first = {key: row for row, key in reversed([*enumerate(records.keys)])}
         return [
             first[key] == row and (not known[row] or hidden.get(key, False))
@@ -290,8 +277,8 @@ class _Commit:
         """Return, shape (N,), by how much the file grows at most by the first 1 to N of these:
         their blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page, sizes = self._view.environment.page_bytes, np.array(records.sizes, np.int64)
-        stat = self._transaction.stat(self._tables[b"samples"])
+        page, sizes = self.environment.page_bytes, np.array(records.sizes, np.int64)
+        stat = self._transaction.stat(self.tables[b"samples"])
         entries = np.cumsum(np.array([len(key) + ENTRY_BYTES for key in records.keys], np.int64))
         if records.replaced is None:
             whole = np.cumsum((sizes + 7) & -8)
@@ -309,55 +296,50 @@ class _Commit:
         Raises:
             ValueError: Others have another layout.
         """
-        known, put, about = self._view.layout, self._transaction.put, self._tables[b"about"]
+        known, put, about = self.layout, self._transaction.put, self.tables[b"about"]
         if known is None:
-            put(LAYOUT, records.layout.sealed(self._view.files.identity), db=about)
+            put(LAYOUT, records.layout.sealed(self.files.identity), db=about)
         elif known != records.layout:
             raise ValueError("another process has stored records of another layout")
-        self._remove_superseded(records.replaced or ())
+        totals = self.totals()
+        self._remove_superseded(records.replaced or (), totals)
         # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
         entries = self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
-        self._transaction.cursor(self._tables[b"samples"]).putmulti(sorted(entries))
-        self.totals.raw_bytes += raw_bytes
-        self.totals.stored_bytes += sum(records.sizes)
-        self.totals.codec = told.codec
-        self.totals.error.join(told.error)
-        put(TOTALS, self.totals.pack(), db=about)
+        self._transaction.cursor(self.tables[b"samples"]).putmulti(sorted(entries))
+        totals.raw_bytes += raw_bytes
+        totals.stored_bytes += sum(records.sizes)
+        totals.codec = told.codec
+        totals.error.join(told.error)
+        put(TOTALS, totals.pack(), db=about)
 
     def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
         """Write records, so many bytes of neighbours as one value; yield their entries."""
-        put, get, blocks = self._transaction.put, self._transaction.get, self._tables[b"blocks"]
+        blocks = self.tables[b"blocks"]
         cursor = self._transaction.cursor(blocks)
         number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
         rows = zip(records.keys, records.sizes, strict=True)
         for starts, content in records.blocks(most_bytes):
             number += 1
             key = _BLOCK_KEY.pack(number)
-            put(key, content, db=blocks)
-            place = self._view.environment.place_of(get(key, db=blocks))
+            self._transaction.put(key, content, db=blocks)
+            place = self.environment.place_of(self.get(b"blocks", key))
             for start, (name, size) in zip(starts, rows, strict=False):
                 yield name, _ENTRY.pack(place and place + start, size, number)
 
-    def _remove_superseded(self, replaced: Sequence[bytes | None]) -> None:
+    def _remove_superseded(self, replaced: Sequence[bytes | None], totals: Totals) -> None:
         """Remove what is stored of each sample up to this variant; each record of it lies alone."""
-        cursor = self._transaction.cursor(self._tables[b"samples"])
+        cursor = self._transaction.cursor(self.tables[b"samples"])
         for last in filter(None, replaced):
             prefix = last[:-4]
             is_there = cursor.set_range(prefix + bytes(4))
             while is_there and (key := bytes(cursor.key())) <= last and key[:-4] == prefix:
-                whole = bytes(cursor.value())
-                if len(whole) == _ENTRY.size:
-                    _, size, block = _ENTRY.unpack(whole)
-                    self._remove_block(size, block)
+                _, size, number = self.located([key])[0].tolist()
+                totals.raw_bytes -= round(size * totals.raw_bytes / max(totals.stored_bytes, 1))
+                totals.stored_bytes -= size
+                block = _BLOCK_KEY.pack(number)
+                if 0 <= len(self.get(b"blocks", block) or b"") - size < 8:  # else others lie there
+                    self._transaction.delete(block, db=self.tables[b"blocks"])
                 is_there = cursor.delete() and bool(cursor.key())
-
-    def _remove_block(self, size: int, block: int) -> None:
-        totals, blocks, key = self.totals, self._tables[b"blocks"], _BLOCK_KEY.pack(block)
-        totals.raw_bytes -= round(size * totals.raw_bytes / max(totals.stored_bytes, 1))
-        totals.stored_bytes -= size
-        content = self._transaction.get(key, db=blocks)
-        if content is not None and len(content) - size < 8:  # else others lie there, too
-            self._transaction.delete(key, db=blocks)
 
 
 # -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------

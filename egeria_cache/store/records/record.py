@@ -22,15 +22,8 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.codecs import (
-    Codec,
-    CodecError,
-    Coder,
-    LossyError,
-    Storage,
-    pack,
-    unpack,
-)
+from egeria_cache.store import codecs
+from egeria_cache.store.codecs import Codec, CodecError, Coder, LossyError, Storage, decode
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.records.layout import (
     FieldLayout,
@@ -261,9 +254,9 @@ def _column(
     if not isinstance(value, Tensor):
         return FieldLayout(name), value
     plain = value.detach().resolve_conj().resolve_neg().cpu()
-    packed, used = pack(plain, storage)
+    packed, used = codecs.pack(plain, storage)
     if used is not None and error is not None:
-        error.add(plain, unpack(packed, tuple(value.shape[1:]), value.dtype, used))
+        error.add(plain, codecs.unpack(packed, tuple(value.shape[1:]), value.dtype, used))
     return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), packed.numpy()
 
 
@@ -305,7 +298,7 @@ class Record:
         end = 3 + int.from_bytes(stored[1:3], "little")
         return _told(bytes(stored[3:end])), stored[end:]
 
-    def value(self, position: int, coder: Coder) -> Value:
+    def value(self, position: int) -> Value:
         """Decode one field.
 
         Raises:
@@ -321,10 +314,10 @@ class Record:
             raise RecordError(f"{field.kind}: only {len(stored)} bytes")
         packed = torch.empty(field.num_bytes, dtype=torch.uint8)
         try:
-            coder.decode_into(stored, codec, packed.numpy(), field.elements)
+            decode(stored, codec, packed.numpy(), field.elements)
             if field.storage is None:
                 return packed.view(field.dtype).view(field.shape)
-            return unpack(packed[None], field.shape, field.dtype, field.storage)[0]
+            return codecs.unpack(packed[None], field.shape, field.dtype, field.storage)[0]
         except (CodecError, RuntimeError) as error:  # a forged shape that no tensor can have
             raise RecordError(str(error)) from None
 
