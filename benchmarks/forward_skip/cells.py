@@ -118,7 +118,7 @@ def compression(
     result = {}
     for codec in CODECS:
         with contextlib.closing(ActivationStore(directory / codec, codec=codec)) as store:
-            store.put_batch(ids, rows)
+            store.open_generation({"codec": codec}).put_batch(ids, rows)
             store.flush()
             size = store.stats().stored_bytes / len(ids)
         result[codec] = {"bytes": round(size), "ratio": round(raw / size, 3)}

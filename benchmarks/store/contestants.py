@@ -21,6 +21,7 @@ from egeria_cache.store import ActivationStore
 __all__ = [
     "BATCH",
     "CONTESTANTS",
+    "FIELDS",
     "OFFER_AGAIN_S",
     "BareLmdb",
     "Contestant",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 BATCH = 128
+FIELDS = {"use": "benchmark"}
 OFFER_AGAIN_S = 0.01
 """After so long a batch that found the queue full is offered again."""
 Ids = npt.NDArray[np.int64]
@@ -97,11 +99,12 @@ class Egeria(Contestant):
 
     def write(self, rows: Tensor) -> None:
         with ActivationStore(self.directory, codec=self.codec) as store:
+            stored = store.open_generation(FIELDS)
             for start in range(0, len(rows), BATCH):
                 batch = rows[start : start + BATCH]
                 ids = range(start, start + len(batch))
                 started_s = time.thread_time()
-                while not store.put_batch(ids, batch):
+                while not stored.put_batch(ids, {"x": batch}):
                     time.sleep(OFFER_AGAIN_S)
                     started_s = time.thread_time()
                 if start:
@@ -110,10 +113,11 @@ class Egeria(Contestant):
 
     def open(self) -> None:
         self.store = ActivationStore(self.directory)
-        self.store.contains([0])
+        self.stored = self.store.open_generation(FIELDS)
+        self.stored.contains([0])
 
     def read(self, ids: Ids) -> Tensor:
-        return self.store.get_batch(ids)[0]  # type: ignore[no-any-return, arg-type]
+        return self.stored.get_batch(ids)[0]["x"]  # type: ignore[no-any-return, arg-type]
 
     def close(self) -> None:
         assert not self.store.stats().misses

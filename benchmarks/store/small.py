@@ -16,7 +16,7 @@ import torch
 
 from egeria_cache.store import ActivationStore
 
-from .contestants import BATCH, OFFER_AGAIN_S, Ids
+from .contestants import BATCH, FIELDS, OFFER_AGAIN_S, Ids
 
 __all__ = ["measure_open", "measure_small"]
 
@@ -42,10 +42,11 @@ def measure_small(place: Path, counts: Sequence[int]) -> dict[str, dict[str, flo
 
 def _sizes(directory: Path, ids: Ids, row_bytes: int) -> dict[str, float]:
     with ActivationStore(directory, codec="raw") as store:
+        stored = store.open_generation(FIELDS)
         for start in range(0, len(ids), BATCH):
             some = ids[start : start + BATCH]
             rows = torch.zeros(len(some), row_bytes, dtype=torch.uint8)
-            while not store.put_batch(some, rows):  # type: ignore[arg-type]
+            while not stored.put_batch(some, {"x": rows}):  # type: ignore[arg-type]
                 time.sleep(OFFER_AGAIN_S)
         assert store.flush()
         records = store.stats().stored_bytes
@@ -66,9 +67,10 @@ def measure_open(place: Path, count: int) -> dict[str, float]:
     with TemporaryDirectory(dir=place) as directory:
         for name, some in (("one", numbers[:1]), ("all", numbers)):
             with ActivationStore(Path(directory, name), codec="raw") as store:
+                stored = store.open_generation(FIELDS)
                 for start in range(0, len(some), GROUP):
                     ids = [f"sample-{one:09}" for one in some[start : start + GROUP].tolist()]
-                    assert store.put_batch(ids, torch.zeros(len(ids), 4))
+                    assert stored.put_batch(ids, {"x": torch.zeros(len(ids), 4)})
                     assert store.flush()
         command = [sys.executable, "-c", OPENING, directory, f"sample-{numbers[0]:09}"]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -86,7 +88,8 @@ directory, known = sys.argv[1:]
 for name in ("one", "all"):  # the first one loads what is used for the first time
     before, started_s = psutil.Process().memory_info().rss, time.perf_counter()
     with ActivationStore(f"{directory}/{name}") as store:
-        assert store.contains([known, "none"]).tolist() == [True, False]
+        stored = store.open_generation({"use": "benchmark"})
+        assert stored.contains([known, "none"]).tolist() == [True, False]
         open_s = time.perf_counter() - started_s
         taken = psutil.Process().memory_info().rss - before
         num_samples = store.stats().num_samples

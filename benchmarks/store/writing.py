@@ -72,7 +72,7 @@ def measure_writing(rows: Tensor, place: Path, num_pairs: int) -> dict[str, floa
 def check_all_stored(one: EgeriaRaw) -> None:
     """Refuse figures of a writer that dropped something."""
     one.open()
-    missing = one.num_samples - int(one.store.contains(range(one.num_samples)).sum())
+    missing = one.num_samples - int(one.stored.contains(range(one.num_samples)).sum())
     one.close()
     if missing:
         raise AssertionError(f"{missing} of {one.num_samples} records were not stored")

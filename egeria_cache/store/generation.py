@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import psutil
-from torch import Tensor
 
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
@@ -30,7 +29,6 @@ from egeria_cache.store.disk.manifest import GoneError, Manifest
 from egeria_cache.store.disk.place import FULL, Budget
 from egeria_cache.store.reader import read
 from egeria_cache.store.records.keys import SampleId, Variants, encode_keys, superseded
-from egeria_cache.store.records.layout import Value
 from egeria_cache.store.records.record import Encoded, Rows, choose_codec, encode_rows
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
@@ -45,8 +43,6 @@ memory is not worth compressing: it stays in the page cache, and is read in a fr
 that decoding takes."""
 _TROUBLE = GoneError, OSError, MemoryError
 _Seen = TypeVar("_Seen")
-BARE = "value"
-"""Name under which a bare tensor is stored."""
 
 
 class Counts:
@@ -192,8 +188,8 @@ class Generation:
 
         Returns:
             Per name, B rows in the order of `ids` (a list where rows differ in shape, or are no
-            tensors), and the mask of rows found. Rows not found are zeros, or None in a list. A
-            bare tensor if that was put; an empty dict if nothing was found.
+            tensors), and the mask of rows found. Rows not found are zeros, or None in a list. An
+            empty dict if nothing was found.
         """
         with without_modes():
             return self.get_located(self.locate(ids, variant=variant))
@@ -223,14 +219,14 @@ class Generation:
         self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
         if not num_hits:
             return {}, np.zeros(num_samples, np.bool_)
-        return fetched.fields[BARE] if fetched.bare else fetched.fields, fetched.hit
+        return fetched.fields, fetched.hit
 
     # -- writing ----------------------------------------------------------------------------
 
     def put_batch(
         self,
         ids: Sequence[SampleId],
-        tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
+        tensors: Rows,
         *,
         variant: Variants = 0,
         replaces: Variants | None = None,
@@ -239,8 +235,8 @@ class Generation:
 
         Args:
             ids: B sample IDs. Those already stored are skipped.
-            tensors: A tensor of B rows, or per name such a tensor or a list of B values. They must
-                not be written to afterwards; a batch that was is dropped, not stored.
+            tensors: Per name a tensor of B rows, or a list of B values. They must not be written to
+                afterwards; a batch that was is dropped, not stored.
             variant: Which random draw of each.
             replaces: The last draw that each of these supersedes; `NO_DRAW` for none. What a sample
                 has up to that one is removed with the same commit, and its space used again.
@@ -251,9 +247,7 @@ class Generation:
         Raises:
             ValueError: A value has not B rows, or no variant has this number.
         """
-        bare = isinstance(tensors, Tensor)
-        fields = {BARE: tensors} if isinstance(tensors, Tensor) else dict(tensors)
-        for name, value in fields.items():
+        for name, value in tensors.items():
             if len(value) != len(ids):
                 raise ValueError(f"{name!r} has {len(value)} rows for {len(ids)} sample IDs")
         keys = encode_keys(ids, variant)
@@ -261,13 +255,15 @@ class Generation:
             return self._refuse(keys)
         replaced = None if replaces is None else superseded(keys, replaces)
         with without_modes():
-            fields, ready = batch_to_host(fields)
-        job = Job(self, keys, Rows(bare, fields), ready, replaced)
+            rows, ready = batch_to_host(dict(tensors))
+        return self._submit(Job(self, keys, rows, ready, replaced)) or self._refuse(keys)
+
+    def _submit(self, job: Job) -> bool:
         self._queued(1)
-        if self._writer.submit(job):
-            return True
-        self._queued(-1)
-        return self._refuse(keys)
+        taken = self._writer.submit(job)
+        if not taken:
+            self._queued(-1)
+        return taken
 
     def _refuse(self, keys: Sequence[bytes]) -> bool:
         """Count a batch that is not stored."""
@@ -366,9 +362,7 @@ class Generation:
 
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""
-        self._queued(1)
-        if not self._writer.submit(Job(self, [], Rows(False, {}), aside=aside)):
-            self._queued(-1)
+        self._submit(Job(self, [], {}, aside=aside))
 
     def _take_from(self, aside: Path) -> None:
         num_found = 0

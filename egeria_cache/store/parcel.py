@@ -130,7 +130,7 @@ def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:
     about = parsed(line, FORMAT, "the description of the packed generation")
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, struct.error):
         totals, text = Totals.parse(bytes.fromhex(about["totals"])), about["layout"]
-        layout = Layout(False, ()) if text is None else Layout.parse(text.encode())
+        layout = Layout(()) if text is None else Layout.parse(text.encode())
         if about["format"] == FORMAT and dumped(about, indent=None).encode() + b"\n" == line:
             return dict(about["fields"]), totals, layout
     raise DamagedError("this is no packed generation that this release reads")

@@ -83,7 +83,7 @@ class Fetched:
     ) -> None:
         self._view, self._keys, self._entries = view, keys, entries
         self._pin_memory, self._waits = pin_memory, waits
-        self.hit, self.bare = np.zeros(len(keys), np.bool_), False
+        self.hit = np.zeros(len(keys), np.bool_)
         self.fields: dict[str, Column] = {}
         """Full B rows each; empty if nothing at all was found."""
         self.num_corrupt = 0
@@ -100,7 +100,7 @@ class Fetched:
             lost = "what records hold is lost", True
             self.failed = dict.fromkeys(np.flatnonzero(sizes).tolist(), lost)
             return
-        native, self.bare = kernel() if layout.is_plain else None, layout.bare
+        native = kernel() if layout.is_plain else None
         columns: Sequence[Column] = (
             self._read_one_by_one(layout, np.flatnonzero(sizes))
             if native is None

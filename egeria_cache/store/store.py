@@ -1,4 +1,4 @@
-"""A directory of generations under one byte limit; usable alone.
+"""A directory of generations under one byte limit.
 
 Opens, names and evicts generations, and owns the writer thread they share. Bytes on
 disk: docs/format.md.
@@ -13,15 +13,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_known
 from egeria_cache.errors import ForeignError, StoreError
@@ -30,8 +26,6 @@ from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
 from egeria_cache.store.generation import Counts, Generation
-from egeria_cache.store.records.keys import SampleId
-from egeria_cache.store.records.layout import Value
 from egeria_cache.store.writer import Writer
 from egeria_cache.tables import PAGE_BYTES, parse_size
 
@@ -40,8 +34,6 @@ logger = logging.getLogger("egeria_cache.store")
 REMOVAL_WAIT_S = 10.0
 EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, except for its manifest."""
-ALONE = {"use": "alone"}
-"""Fields of the generation behind the store's own put_batch and get_batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +71,10 @@ class ActivationStore:
     it (it then reopens). Example:
 
         with ActivationStore("runs/cache", limit="8GB") as store:
-            store.put_batch([3, 7], torch.randn(2, 512))
+            stored = store.open_generation({"model": "resnet50", "layer": "layer3"})
+            stored.put_batch([3, 7], {"x": torch.randn(2, 512)})
             store.flush()
-            rows, hit = store.get_batch([7, 9])      # hit: [True, False]
+            found, hit = stored.get_batch([7, 9])      # hit: [True, False]
 
     Raises:
         StoreError: The directory cannot be written, is no cache, or is of a newer format.
@@ -111,7 +104,6 @@ class ActivationStore:
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
         self._counts = Counts()
-        self._alone: Generation | None = None
         self._budget = place.Budget(self.directory, self.limit_bytes)
         self._writer = Writer()
         self._closed = False
@@ -203,32 +195,6 @@ class ActivationStore:
         why = f"the limit of {self.limit_bytes} bytes has no room for another one"
         logger.warning("%s is not made, nothing is stored in it: %s", directory.name, why)
         return manifest, why
-
-    # -- alone ------------------------------------------------------------------------------
-
-    def put_batch(
-        self,
-        ids: Sequence[SampleId],
-        tensors: Tensor | Mapping[str, Tensor | Sequence[Value]],
-        *,
-        variant: int = 0,
-    ) -> bool:
-        """Hand a batch to the writer; see `Generation.put_batch`."""
-        return self._own().put_batch(ids, tensors, variant=variant)
-
-    def get_batch(
-        self, ids: Sequence[SampleId], *, variant: int = 0
-    ) -> tuple[Any, npt.NDArray[np.bool_]]:
-        """Read what is stored; see `Generation.get_batch`."""
-        return self._own().get_batch(ids, variant=variant)
-
-    def contains(self, ids: Sequence[SampleId], *, variant: int = 0) -> npt.NDArray[np.bool_]:
-        """Return bool (B,): which samples are stored."""
-        return self._own().contains(ids, variant=variant)
-
-    def _own(self) -> Generation:
-        self._alone = self._alone or self.open_generation(ALONE)
-        return self._alone
 
     # -- whole store ------------------------------------------------------------------------
 

@@ -18,7 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from egeria_cache.device import Event
+from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.records.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
@@ -55,12 +58,15 @@ class Job:
     ) -> None:  # fmt: skip
         self.target, self.keys, self.rows = target, keys, rows
         self.ready, self.replaced, self.aside = ready, replaced, aside
-        # Inference tensors have no version counter.
-        self._versions = [(one, one._version) for one in rows.tensors() if not one.is_inference()]
-        self.held_bytes = sum(one.nbytes for one in rows.tensors())
-        """Of the memory that the rows lie in, which the queue bounds."""
-        self.num_bytes = rows.num_bytes()
+        lists = [[one] if isinstance(one, Tensor | PaddedRows) else one for one in rows.values()]
+        values = [one for many in lists for one in many if isinstance(one, Tensor | PaddedRows)]
+        self.num_bytes = sum(one.nbytes for one in values)
         """Of the rows, without padding."""
+        tensors = [one.padded if isinstance(one, PaddedRows) else one for one in values]
+        self.held_bytes = sum(one.nbytes for one in tensors)
+        """Of the memory that the rows lie in, which the queue bounds."""
+        # Inference tensors have no version counter.
+        self._versions = [(one, one._version) for one in tensors if not one.is_inference()]
 
     def is_like(self, other: Job) -> bool:
         """They may be committed together."""

@@ -438,9 +438,10 @@ def forked(where):
 @mistake("Records of another shape are stored beside others")
 def another_layout(where):
     with ActivationStore(where / "cache") as store:
-        store.put_batch([1, 2], torch.zeros(2, 512))
+        stored = store.open_generation({"use": "mine"})
+        stored.put_batch([1, 2], {"value": torch.zeros(2, 512)})
         store.flush()
-        store.put_batch([3], torch.zeros(1, 256))
+        stored.put_batch([3], {"value": torch.zeros(1, 256)})
         store.flush()
 
 

@@ -17,12 +17,12 @@ from egeria_cache.store import native
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.native import SWITCH, Kernel, kernel
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.store import ActivationStore
+from tests.helpers.stored import ActivationStore
 
 DEADLINE_S = 60
 USUAL = """
 import gc, os, resource, sys, torch
-from egeria_cache.store.store import ActivationStore
+from tests.helpers.stored import ActivationStore
 torch.set_num_threads(1)
 """
 

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from egeria_cache.store import ActivationStore, NotInMemoryError, native
+from egeria_cache.store import NotInMemoryError, native
 from egeria_cache.store.codecs import Codec, CodecError, Coder, decode
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.records.keys import encode_keys
+from tests.helpers.stored import ActivationStore
 from tests.store.conftest import damage, entries_of, keep
 
 
@@ -307,7 +308,7 @@ UNREADABLE = """
 import ctypes, faulthandler, logging, mmap, os, shutil, signal, sys, threading
 from pathlib import Path
 import torch
-from egeria_cache.store import ActivationStore
+from tests.helpers.stored import ActivationStore
 
 how, directory, codec = sys.argv[1:]
 logging.basicConfig()
@@ -371,7 +372,7 @@ def test_what_the_disk_cannot_read_under_a_mapping_is_a_miss_and_no_signal(tmp_p
 
 ANOTHERS_FAULT = """
 import faulthandler, mmap, os, signal, sys, torch
-from egeria_cache.store import ActivationStore
+from tests.helpers.stored import ActivationStore
 
 how, directory = sys.argv[1:]
 if how == "early":

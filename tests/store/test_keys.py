@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from egeria_cache.store.codecs import pack, storage_bytes, unpack
 from egeria_cache.store.records.keys import decode_key, encode_key, encode_keys
-from egeria_cache.store.store import ActivationStore
+from tests.helpers.stored import ActivationStore
 from tests.store.conftest import keep
 
 elements = st.integers() | st.text(max_size=40)

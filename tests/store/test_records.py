@@ -15,7 +15,7 @@ from egeria_cache.store.records.layout import (
     decode_value,
     encode_value,
 )
-from egeria_cache.store.records.record import Rows, choose_codec, encode_rows, open_record
+from egeria_cache.store.records.record import choose_codec, encode_rows, open_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -77,7 +77,7 @@ def test_any_set_of_named_tensors_round_trips(fields, codec, seed, zeros):
         for position, (dtype, shape) in enumerate(fields)
     }
     keys = encode_keys(["a", "b", "c"])
-    encoded = encode(keys[:2], Rows(False, batch), codec)
+    encoded = encode(keys[:2], batch, codec)
     assert [key for key, *_ in encoded] == keys[:2]
     for row, one in enumerate(encoded):
         decoded = decode(*one)
@@ -100,7 +100,7 @@ def test_any_scalar_or_text_round_trips_with_its_type(value):
 def sample_record(codec, dtype=torch.float32):
     act = random_tensor(dtype, (1, 300), zeros=True)
     batch = {"act": act, "label": torch.tensor([3]), "text": ["hello"]}
-    (encoded,) = encode(encode_keys([5]), Rows(False, batch), codec)
+    (encoded,) = encode(encode_keys([5]), batch, codec)
     return encoded
 
 
@@ -123,7 +123,7 @@ def test_a_record_under_another_key_layout_or_generation_is_refused():
     field = layout.fields[0]
     other = FieldLayout(field.name, torch.int32, field.shape)
     with pytest.raises(RecordError, match="checksum"):
-        open_record(key, record, Layout(False, (other, *layout.fields[1:])))
+        open_record(key, record, Layout((other, *layout.fields[1:])))
     with pytest.raises(RecordError, match="checksum"):
         open_record(key, record, layout, identity=1)
 
@@ -153,6 +153,6 @@ def relu(count=64, size=4096):
 )
 def test_auto_takes_the_codec_that_suits_the_data(tensor, expected):
     keys = encode_keys(range(64))
-    rows = Rows(True, {"x": tensor})
+    rows = {"x": tensor}
     codec, trials = choose_codec(keys, rows, CODER)
     assert codec in expected, trials

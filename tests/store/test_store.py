@@ -12,12 +12,12 @@ import torch
 import egeria_cache.store.disk.place as place_module
 from egeria_cache import ActivationCache
 from egeria_cache.errors import StoreError
-from egeria_cache.store import ActivationStore
 from egeria_cache.store import writer as writer_module
 from egeria_cache.store.disk.files import inspected
 from egeria_cache.store.disk.place import filesystem_type
 from egeria_cache.store.records.keys import NO_DRAW
 from egeria_cache.store.records.layout import DTYPES
+from tests.helpers.stored import ActivationStore
 from tests.store.conftest import keep, random_rows
 
 rows = partial(random_rows, width=16)

@@ -36,8 +36,8 @@ from egeria_cache.store.disk.place import (
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.parcel import pack
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.store import ActivationStore
 from egeria_cache.store.survey import contents, survey, verify
+from tests.helpers.stored import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
     damage,
@@ -423,7 +423,7 @@ def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
     keep(store, [1], rows([1]))
 
     die = Mock(side_effect=SystemError("the thread is killed"))
-    monkeypatch.setattr(store._own(), "commit", die)
+    monkeypatch.setattr(store._own().real, "commit", die)
     store.put_batch([2], rows([2]))
     store._writer._thread.join(DEADLINE_S)
     assert not store.flush(timeout_s=DEADLINE_S)

@@ -8,9 +8,9 @@ from egeria_cache.store.codecs import Codec, Coder
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import Totals
 from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.record import Rows, encode_rows
-from egeria_cache.store.store import ActivationStore
+from egeria_cache.store.records.record import encode_rows
 from egeria_cache.store.writer import Job
+from tests.helpers.stored import ActivationStore
 from tests.store.conftest import counted, keep, random_rows
 
 
@@ -52,8 +52,7 @@ def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(sto
     batches = [random_rows([one], 300) for one in range(4)]
     values = [*batches] if "changed" in said else [*batches[:2], [object()], batches[3]]
     jobs = [
-        Job(generation, encode_keys([one]), Rows(True, {"value": value}))
-        for one, value in enumerate(values)
+        Job(generation, encode_keys([one]), {"value": value}) for one, value in enumerate(values)
     ]
     batches[2].zero_()
     generation.commit(jobs)
@@ -161,7 +160,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         assert "records here hold (" in caplog.text
         assert "it holds (y: float32 [3])" in caplog.text
         assert store.stats().dropped_writes == 1
-        meanwhile = Rows(False, {"y": torch.ones(1, 3)})  # another process has stored some
+        meanwhile = {"y": torch.ones(1, 3)}  # another process has stored some
         encoded = encode_rows(encode_keys([50]), meanwhile, Codec.RAW, Coder())
         with pytest.raises(ValueError, match="another layout"):
             store._own().take(encoded, Totals())

@@ -104,8 +104,6 @@ class FieldLayout:
 class Layout:
     """All fields of a record, in their order."""
 
-    bare: bool
-    """The tensors were handed over as one tensor, and come back so."""
     fields: tuple[FieldLayout, ...]
 
     @cached_property
@@ -122,7 +120,7 @@ class Layout:
     def packed(self) -> bytes:
         """The bytes that stand for it: JSON."""
         fields = [one.told() for one in self.fields]
-        return json.dumps([self.bare, fields], separators=(",", ":")).encode()
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     def sealed(self, identity: int) -> bytes:
         """Return the same behind its hash, which no other generation's has."""
@@ -144,8 +142,7 @@ class Layout:
             RecordError: It is none.
         """
         with suppress(ValueError, TypeError, KeyError, RecursionError):
-            bare, fields = json.loads(stored)
-            found = cls(bare, tuple(map(FieldLayout.of, fields)))
+            found = cls(tuple(map(FieldLayout.of, json.loads(stored))))
             if found.packed == stored:
                 return found
         raise RecordError("damaged layout")

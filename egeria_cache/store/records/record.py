@@ -21,7 +21,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from egeria_cache.ragged import PaddedRows
 from egeria_cache.store import codecs
 from egeria_cache.store.codecs import Codec, CodecError, Coder, LossyError, Storage, decode
 from egeria_cache.store.native import Bytes, kernel
@@ -52,6 +51,10 @@ FASTEST = (Codec.SPLIT, Codec.BITMAP, Codec.ZSTD)
 """To decode. What the clock said of a few records beside a training changed from run to run."""
 
 
+Rows = Mapping[str, Tensor | Sequence[Value]]
+"""A batch as the writer takes it: per name, a tensor with rows, or a list of values."""
+
+
 def aligned(size: int) -> int:
     """Return the next multiple of the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -66,30 +69,6 @@ def checksum_of(first: Any, payload: Iterable[Any], seed: int) -> int:
 
 
 # -- writing ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A batch as the writer takes it: per name, a tensor with rows, or a list of values."""
-
-    bare: bool
-    fields: Mapping[str, Tensor | Sequence[Value]]
-
-    def num_bytes(self) -> int:
-        """Bytes of the rows, without padding."""
-        return sum(
-            value.nbytes
-            if isinstance(value, Tensor | PaddedRows)
-            else sum(item.nbytes for item in value if isinstance(item, Tensor))
-            for value in self.fields.values()
-        )
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield what holds memory: of padded rows the tensor that they lie in."""
-        for value in self.fields.values():
-            value = value.padded if isinstance(value, PaddedRows) else value
-            many = (value,) if isinstance(value, Tensor) else value
-            yield from (item for item in many if isinstance(item, Tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +165,9 @@ def encode_rows(
     """
     storages = {one.name: one.storage for one in known.fields} if known is not None else {}
     columns = [
-        _column(name, value, storages.get(name, storage), error)
-        for name, value in rows.fields.items()
+        _column(name, value, storages.get(name, storage), error) for name, value in rows.items()
     ]
-    layout = Layout(rows.bare, tuple(field for field, _ in columns))
+    layout = Layout(tuple(field for field, _ in columns))
     if known is not None and layout != known:
         raise ValueError(
             f"records here hold ({_in_words(known)}), and it holds ({_in_words(layout)})"
