@@ -18,13 +18,10 @@ class Alone:
     """A generation into which a tensor goes without a name, and comes out so."""
 
     def __init__(self, generation: store.Generation) -> None:
-        self.__dict__["real"] = generation
+        self.real = generation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.real, name, value)
 
     def put_batch(self, ids: Any, rows: Any, **options: Any) -> bool:
         rows = {"value": rows} if isinstance(rows, Tensor) else rows
@@ -54,15 +51,10 @@ class ActivationStore(store.ActivationStore):
             self.alone = self.open_generation({"use": "alone"})
         return self.alone
 
-    def put_batch(self, ids: Any, rows: Any, **options: Any) -> bool:
-        return bool(self._own().put_batch(ids, rows, **options))
-
-    def get_batch(self, ids: Any, **options: Any) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = self._own().get_batch(ids, **options)
-        return found
-
-    def contains(self, ids: Any, **options: Any) -> Any:
-        return self._own().contains(ids, **options)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("put_batch", "get_batch", "contains"):
+            return getattr(self._own(), name)
+        raise AttributeError(name)
 
 
 def damage_a_record(generation: Path, at: int = 60) -> None:
