@@ -90,7 +90,6 @@ class EngineCallbacks:
                 generation=found,
                 structure=context.structure,
                 rows=context.metas,
-                dropped=tuple(sorted(cut.dropped)),
                 kept=self._kept_beside(batch, cut),
                 device=next(iter(cut.devices.values()), device_of(self._model)),
                 constants=context.constants,

@@ -88,7 +88,7 @@ class Assembly:
             leaves[path] = batches.merge_rows(entry.hit, kept[path], misses[path])
         batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
         tagged = self._tagged(batch, leaves, kept)
-        for path in view.dropped:
+        for path in view.cut.dropped:
             row = view.rows[path]
             own: tuple[int, ...] = row.shape[1:]
             if lengths is not None:

@@ -292,10 +292,9 @@ class Prefetcher:
             LookupError: They cannot be.
         """
         place = ring.place(samples, entry.draws)
-        kept = ring.kept(place)
-        self._keep(entry, kept)
+        self._keep(entry, place.kept)
         for name, sizes in entry._sizes(None).items():
-            if (torch.as_tensor(kept[SIZES + name]) > torch.tensor(sizes)).any():
+            if (torch.as_tensor(place.kept[SIZES + name]) > torch.tensor(sizes)).any():
                 raise LookupError("a row is larger than is known to be right")
         entry._place, entry._ring = place, ring
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +37,6 @@ Numbers = npt.NDArray[np.int64]
 Slot = npt.NDArray[np.int32]
 NOBODY = 0
 """The slot that is never given out: what is resident nowhere lies there."""
-
-
-class Placed(NamedTuple):
-    """What was given slots."""
-
-    rows: Numbers | slice
-    """Positions, among those that were to be placed, of the rows that are not there yet."""
-    slots: Numbers
-    """One each; mostly neighbours."""
-    evicted: Numbers
-    """Samples that lie nowhere from now on."""
 
 
 class Slots:
@@ -95,10 +84,16 @@ class Slots:
             missing = missing[np.sort(first)]
         return missing
 
-    def place(self, batch: int, samples: Numbers, draws: Numbers) -> Placed | None:
-        """Give slots to rows of a batch, each sample once; None, and no change: there is no room.
+    def place(
+        self, batch: int, samples: Numbers, draws: Numbers
+    ) -> tuple[Numbers | slice, Numbers, Numbers] | None:
+        """Give slots to rows of a batch, each sample once.
 
         What is there by now (another thread has read it, too) is kept as it is.
+
+        Returns:
+            Positions of the rows that are not there yet; a slot for each, mostly neighbours; and
+            samples that lie nowhere from now on. None, and no change: there is no room.
         """
         new: Numbers | slice = slice(None)
         before = self._slot_of[samples]
@@ -118,7 +113,7 @@ class Slots:
         self._stamp += 1
         self._sample_at[slots], self._draw_at[slots] = samples, draws
         self.stamp_at[slots], self._needed_by[slots] = self._stamp, batch
-        return Placed(new, slots, evicted)
+        return new, slots, evicted
 
     def release_before(self, batch: int) -> None:
         """Rows that only batches numbered below `batch` need may be evicted from now on."""
@@ -160,6 +155,8 @@ class Place:
     """The samples' numbers, on the device: int64, shape (B,)."""
     ready: Event | None
     """When all of it is there."""
+    kept: dict[str, Tensor | list[Any]]
+    """The host values of the batch."""
 
 
 class Ring:
@@ -252,29 +249,25 @@ class Ring:
             placed = None if self.is_closed else self._slots.place(batch, samples, draws)
             if placed is None:
                 return False
-            if not len(placed.slots):
+            new, slots, evicted = placed
+            if not len(slots):
                 return True
-            at = placed.rows
             try:
                 for path, values in kept.items():
-                    self._keep(path, values, placed.slots, at)
+                    self._keep(path, values, slots, new)
                 held: list[Tensor] = []
                 with self._lane.use():
-                    self._write(placed, samples[at], rows, held)
+                    changed = self._uploaded(np.concatenate((evicted, samples[new])), held)
+                    entries = np.full(len(changed), NOBODY, np.int32)
+                    entries[len(evicted) :] = slots
+                    there = self._uploaded(entries, held)
+                    self._write(rows, new, there[len(evicted) :].long(), held)
+                    self.table.index_copy_(0, changed, there)
                 self._lane.held.hold(held, self._lane.mark())
             except Exception:  # what the slots hold is not what they are said to
                 self.close()
                 raise
             return True
-
-    def kept(self, place: Place) -> dict[str, Tensor | list[Any]]:
-        """Return the host values of a batch, just after it was placed."""
-        with self._lock:
-            slots = place.slots.tolist()
-            return {
-                path: values[slots] if isinstance(values, Tensor) else [values[n] for n in slots]
-                for path, values in self._kept.items()
-            }
 
     def place(self, samples: Numbers, draws: Numbers) -> Place:
         """Return where rows of a batch lie, in that order; repeats are allowed.
@@ -293,7 +286,12 @@ class Ring:
                 index = self._uploaded(samples, held)
             ready = self._lane.mark()
             self._lane.held.hold(held, ready)
-            return Place(slots, self._slots.stamp_at[slots], index, ready)
+            at = slots.tolist()
+            kept = {
+                path: values[at] if isinstance(values, Tensor) else [values[n] for n in at]
+                for path, values in self._kept.items()
+            }
+            return Place(slots, self._slots.stamp_at[slots], index, ready, kept)
 
     def gather(
         self, place: Place, sizes: Mapping[str, Sequence[int]] | None = None
@@ -372,22 +370,16 @@ class Ring:
         return to_device(held[-1], self.device)
 
     def _write(
-        self, placed: Placed, samples: Numbers, rows: Mapping[str, Tensor], held: list[Tensor]
+        self, rows: Mapping[str, Tensor], new: Numbers | slice, slots: Tensor, held: list[Tensor]
     ) -> None:
-        """Write rows, and then the table; in the lane."""
-        changed = self._uploaded(np.concatenate((placed.evicted, samples)), held)
-        entries = np.full(len(changed), NOBODY, np.int32)
-        entries[len(placed.evicted) :] = placed.slots
-        there = self._uploaded(entries, held)
-        slots = there[len(placed.evicted) :].long()
+        """Write those rows that are new; in the lane."""
         for name, slab in self.slabs.items():
             values = rows[name]
-            if not isinstance(placed.rows, slice):
-                values = pinned(values[torch.from_numpy(placed.rows)], self.device)
+            if not isinstance(new, slice):
+                values = pinned(values[torch.from_numpy(new)], self.device)
             held.append(values)
             values = to_device(values, self.device)
             if name in self._padded:
                 dims, fill = self._padded[name]
                 values = widen(values, dims, [slab.shape[dim + 1] for dim, _ in dims], fill)
             slab.index_copy_(0, slots, values)
-        self.table.index_copy_(0, changed, there)

@@ -51,8 +51,6 @@ class View:
     """Of the loader's batches."""
     rows: Mapping[str, Tensor]
     """Meta tensor of one row of each tensor leaf."""
-    dropped: tuple[str, ...]
-    """Leaves that a hit has no data for."""
     kept: Mapping[str, type]
     """Leaves stored beside the activation, so that a hit needs no dataset, and their type."""
     device: torch.device

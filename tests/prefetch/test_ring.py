@@ -84,9 +84,9 @@ class RingMachine(RuleBasedStateMachine):
         if placed:
             self.live[batch] = keys, self.draw
             self.places[batch] = place(self.ring, keys, self.draw)
-            assert self.ring.kept(self.places[batch])["number"].tolist() == keys
+            assert self.places[batch].kept["number"].tolist() == keys
             labels = [f"label {key} {self.draw}" for key in keys]
-            assert self.ring.kept(self.places[batch])["label"] == labels
+            assert self.places[batch].kept["label"] == labels
         else:
             assert len(set(keys).union(*held)) > self.num_slots
             self.pinned[batch] = set(keys) - set(missing)
