@@ -33,6 +33,15 @@ _CLOSED = (
     "the cache is closed, and its loader goes on without it: train inside `with "
     "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
 )
+MAX_UNSEEN = 3
+"""Passes over a loader without a call of the model, before that is said: scripts pass their data
+for statistics of them."""
+_UNSEEN = (
+    f"{MAX_UNSEEN} epochs of batches were yielded and the model was not called in any of them, so "
+    "nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the cache of that "
+    "part. Is the whole model compiled? Compile its blocks instead (block.compile()), and give it "
+    "the loader's batches as they come"
+)
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -54,6 +63,8 @@ class LoaderApi:
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
+        self._num_calls, self._num_unseen = 0, 0
+        """Calls of the model by the end of the last pass, and passes since without one."""
         self._directory = directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
@@ -216,8 +227,6 @@ class LoaderApi:
         if self._status.is_closed:
             self.counters.tell(_CLOSED)
         else:
-            if not self.policy.idle:  # else the model is called with batches that nobody follows
-                self.counters.yielded()
             engine = self._boundary.engine
             if engine.is_aside or not engine.scout.is_done:
                 engine.look_out()
@@ -256,7 +265,17 @@ class LoaderApi:
             self._boundary.look_earlier(view.cut)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
-        """Write one line at the end of an epoch, through `logging` at level INFO."""
+        """Write one line at the end of an epoch, through `logging` at level INFO; a warning if the
+        model was not called in the last ones.
+        """
+        calls, counts = self.counters.num_calls, self.counters.counts
+        # Idle batches are computed by a model that nobody follows.
+        is_seen = calls != self._num_calls or bool(self.policy.idle)
+        self._num_calls, self._num_unseen = calls, 0 if is_seen else self._num_unseen + 1
+        if is_seen and counts.why_not == _UNSEEN:
+            counts.why_not = None
+        elif self._num_unseen == MAX_UNSEEN and counts.why_not is None:
+            self.counters.tell(_UNSEEN)
         if self.boundary is None or not log.isEnabledFor(logging.INFO):
             return
         stats = self._stats()

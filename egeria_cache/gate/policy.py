@@ -24,15 +24,12 @@ import math
 import os
 import random
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Literal
 
 import numpy as np
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.batch import Batch, Entry
 from egeria_cache.gate.schedule import Schedule
@@ -44,8 +41,6 @@ MAX_COST = 0.01
 """Part of the time that the audits' floor may take, beyond the first hit."""
 _NUM_DOUBTED = 8
 """Hits of an earlier run that are recomputed first of all."""
-MAX_UNSEEN = 3
-"""Batches that may be yielded without the model having been called, before that is said."""
 _MIN_GAIN = 0.05
 """Part of the prefix that another cut must save more: below it, noise decides."""
 _READ_S, _READ_S_PER_BYTE = 20e-6, 0.5e-9
@@ -80,12 +75,6 @@ class Counters:
         """Whether it was last called as code that was compiled whole: it is served nothing."""
         self.passing: str | None = None
         """Why nothing is served, until something is."""
-        self._num_unseen = 0
-        """Batches that were given out since the model was called last."""
-        self._stepped: deque[bool] = deque(maxlen=1)
-        """Not empty if an optimizer has stepped since: this is no pass for statistics."""
-        self._steps: RemovableHandle | None = None
-        self._told_unseen = ""
 
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
@@ -105,26 +94,6 @@ class Counters:
         if self.counts.why_not == self.passing:
             self.counts.why_not = None
 
-    def yielded(self) -> None:
-        """Note that a batch was yielded which the model should see, if something is trained.
-
-        Others are for an average of it, or to be looked at: no optimizer steps between them. Nor
-        does one while a trainer collects batches before it uses any.
-        """
-        if self._num_unseen >= MAX_UNSEEN and self._stepped and self.counts.why_not is None:
-            self._told_unseen = (
-                f"{self._num_unseen} batches were yielded and the model was not called with any of "
-                "them, so nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make "
-                "the cache of that part. Is the whole model compiled? Compile its blocks instead "
-                "(block.compile()), and give it the loader's batches as they come"
-            )
-            self.tell(self._told_unseen)
-        self._num_unseen += 1
-        if self._num_unseen == 2 and self._steps is None:
-            stepped = self._stepped  # and not `self`: the hook is the process's
-            self._steps = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
-            weakref.finalize(self, self._steps.remove)
-
     def tell(self, why: str, text: str = "%s", *, level: int = logging.WARNING) -> None:
         """Say why nothing is served, until there is another reason."""
         if self.counts.why_not != why:
@@ -133,13 +102,7 @@ class Counters:
 
     def model_called(self) -> None:
         """Note that the model was called (its cost is taken by whole steps: `StepTimer`)."""
-        self.num_calls, self.is_compiled, self._num_unseen = self.num_calls + 1, False, 0
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
-            self._stepped.clear()
-        if self._told_unseen and self.counts.why_not == self._told_unseen:
-            self.counts.why_not = None
+        self.num_calls, self.is_compiled = self.num_calls + 1, False
 
 
 class AuditPlan:
