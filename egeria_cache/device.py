@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,13 +94,11 @@ def runs_late(device: torch.device | str) -> bool:
     return kind not in ("cpu", "meta")
 
 
-def _module_of(device: torch.device) -> ModuleType | None:
+def _module_of(device: torch.device) -> Any:
     """Return PyTorch's module for a kind of device; None where there is none."""
-    try:
-        module: ModuleType = torch.get_device_module(device)
-    except (RuntimeError, AttributeError):
-        return None
-    return module
+    with suppress(RuntimeError, AttributeError):
+        return torch.get_device_module(device)
+    return None
 
 
 def _module_in_use() -> Any:
@@ -188,10 +185,9 @@ def seed_everywhere(number: int) -> None:
     """
     torch.default_generator.manual_seed(number)
     module = _module_in_use()
-    for name in ("manual_seed_all", "manual_seed"):
-        if hasattr(module, name):
-            getattr(module, name)(number)
-            return
+    seed = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
+    if seed is not None:
+        seed(number)
 
 
 def fp32_precision() -> Any:

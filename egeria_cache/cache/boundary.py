@@ -39,8 +39,6 @@ class BoundaryMoved:
 class Status:
     """The state of one cache."""
 
-    gate: str
-    """"auto", "always" or "never"."""
     policy: ServingPolicy
     """Whether serving pays, and whether a proof would."""
     views: Views = field(default_factory=Views)
@@ -82,7 +80,7 @@ class Status:
         """Whether what the model computes for this loader may be stored."""
         return not (
             self.is_closed
-            or self.gate == "never"
+            or self.policy.mode == "never"
             or loader_name in self.uncached
             or loader_name in self.policy.stopped
             or self.is_forked
@@ -102,19 +100,16 @@ class Boundary:
         self._status = status
 
     def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
-        """Freeze up to and including this module; None unfreezes all.
+        """Freeze up to and including this module; None unfreezes all; "auto": up to the deepest
+        before which nothing trains, now and later.
 
         Raises:
             BoundaryError: No module has this name, or one of its parameters is trainable.
         """
-        self.engine.follow(None)
-        self._status.is_sought = False
-        self._move(name, by_hand=by_hand, reason=reason)
-
-    def follow(self) -> None:
-        """Freeze up to the deepest module before which nothing trains, now and later."""
-        self._status.is_sought = True
-        self.engine.follow(self._found)
+        self._status.is_sought = name == "auto"
+        self.engine.follow(self._found if name == "auto" else None)
+        if name != "auto":
+            self._move(name, by_hand=by_hand, reason=reason)
 
     def _found(self, name: str | None, why: str, frozen: str | None = None) -> None:
         status = self._status

@@ -126,17 +126,17 @@ class ActivationCache:
         """Make the parts, in this process, and attach them to the model."""
         _close_other(self.model, self)
         settings: dict[str, Any] = self._settings
-        model, gate = self.model, settings["gate"]
+        model = self.model
         self._store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
             force_network=settings["force_network"],
         )  # fmt: skip
         overlap = 0.95 if runs_late(device_of(model)) else 0.5
         policy = ServingPolicy(
-            gate, overlap, is_stored=self._store.was_used,
+            settings["gate"], overlap, is_stored=self._store.was_used,
             writing_s=partial(getattr, self._store, "writing_s"),
         )  # fmt: skip
-        self._status = status = Status(gate, policy)
+        self._status = status = Status(policy)
         self._readers = ReaderThreads()
         host = EngineCallbacks(model, self._store, status, settings["audit_rate"])
         self._engine = SkipEngine(
@@ -178,10 +178,7 @@ class ActivationCache:
         return loader
 
     def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:
-        if boundary == "auto":
-            self._moves.follow()
-        else:
-            self._moves.move(boundary, by_hand=by_hand, reason=reason)
+        self._moves.move(boundary, by_hand=by_hand, reason=reason)
         self._asked = boundary, by_hand
 
     def reopen(self) -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from egeria_cache.cache import ActivationCache
@@ -87,16 +86,14 @@ class EgeriaCallback(Callback):
         if self._given is not None and self.controller is None:
             self.controller = self._given
             if not hasattr(self._given, "step") or isinstance(self._given, type):
-                model = _model_of(trainer, self.cache.model)
-                self.controller = self._given(model, _only_optimizer(trainer), self.cache)
+                self.controller = self._made(trainer)
         state, self._loaded = self._loaded, None
         if state is not None and state["controller"] is not None and self.controller is not None:
             self.controller.load_state_dict(state["controller"])
-        self._last_step, self._loss = trainer.global_step, None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note how many steps a resumed run has behind it, and let its loaders go on there."""
-        self._last_step = trainer.global_step
+        self._last_step, self._loss = trainer.global_step, None
         fit = trainer.fit_loop
         # Lightning passes the loaders' states on in mid-epoch only. At an epoch's end they hold the
         # number of the epoch, its augmented version and the sampler's random numbers.
@@ -139,6 +136,23 @@ class EgeriaCallback(Callback):
         if self._opened_here:
             self.cache.close()
 
+    def _made(self, trainer: Any) -> Any:
+        """Return a controller of the model: wrapped, where its ranks have to decide together."""
+        wrapped, cached, optimizers = trainer.strategy.model, self.cache.model, trainer.optimizers
+        is_ddp = isinstance(wrapped, DistributedDataParallel)
+        if is_ddp and wrapped.module is not cached:
+            raise ValueError(
+                "under ddp a controller freezes on all ranks together, so it needs the whole "
+                f"LightningModule: make the cache of {type(wrapped.module).__name__} instead of "
+                f"{type(cached).__name__}, a part of it"
+            )
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"a controller follows one optimizer, and there are {len(optimizers)}; make it "
+                "yourself, and give it to EgeriaCallback ready-made"
+            )
+        return self._given(wrapped if is_ddp else cached, optimizers[0], self.cache)
+
     def _log(self, trainer: Any) -> None:
         stats = self.cache.stats()
         names = [name for name, _ in self.cache.model.named_modules()]
@@ -151,28 +165,3 @@ class EgeriaCallback(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
-
-
-def _model_of(trainer: Any, cached: nn.Module) -> nn.Module:
-    """Return the model for a controller: wrapped, where its ranks have to decide together."""
-    wrapped = trainer.strategy.model
-    if not isinstance(wrapped, DistributedDataParallel):
-        return cached
-    if wrapped.module is not cached:
-        raise ValueError(
-            "under ddp a controller freezes on all ranks together, so it needs the whole "
-            f"LightningModule: make the cache of {type(wrapped.module).__name__} instead of "
-            f"{type(cached).__name__}, a part of it"
-        )
-    return wrapped
-
-
-def _only_optimizer(trainer: Any) -> Optimizer:
-    found = trainer.optimizers
-    if len(found) != 1:
-        raise ValueError(
-            f"a controller follows one optimizer, and there are {len(found)}; make it yourself, "
-            "and give it to EgeriaCallback ready-made"
-        )
-    optimizer: Optimizer = found[0]
-    return optimizer
