@@ -82,7 +82,7 @@ class LoaderApi:
         self.views = status.views.of
         """The generations a loader's samples may be read from now, deepest boundary first."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
-        self.leave_uncached, self.failed = host.leave_uncached, host.failed_for
+        self.leave_uncached = host.leave_uncached
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.may_store = status.may_store

@@ -57,10 +57,8 @@ class Assembly:
         is_whole = plan.entry is None or plan.loads_hits
         if plan.entry is None and self.cache.boundary is None:
             return loaded.data
-        try:
+        with self.cache.beside(self._source.key):
             return self._assembled(plan, loaded)
-        except Exception as error:
-            self.cache.failed(self._source.key, error)
         plan.entry = None
         return loaded.data if is_whole else self._source.load(plan.task)
 
@@ -102,9 +100,7 @@ class Assembly:
         assert plan.entry is not None
         self.cache.counters.counts.refetched += plan.entry.num_hits
         task = plan.task.take(np.ones(len(plan.task.ids), bool))
-        if self._source.axes:
-            return self._tag(plan, self._source.measure(task))
-        return self._tag(plan, Loaded(plan.task.number, self._source.load(task), frozenset()))
+        return self._tag(plan, self._source.measure(task))
 
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
@@ -262,9 +258,9 @@ class Assembly:
             EgeriaError: They cannot be told, or a sample is not in its place in the batch.
         """
         if loaded.lengths is None or loaded.axes != self._source.axes:
-            task = plan.task  # loaded before it was known that it has to be
+            # Loaded before it was known that it has to be.
             rows = np.ones(len(plan.task.ids), bool) if plan.entry is None else ~plan.entry.hit
-            loaded = self._source.measure(task.take(rows))
+            loaded = self._source.measure(plan.task.take(rows))
         if loaded.lengths is None:
             raise EgeriaError("its samples cannot be measured one by one")
         if loaded.differs is not None:

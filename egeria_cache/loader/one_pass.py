@@ -48,7 +48,6 @@ class Pass:
         batches: Iterator[Any],
         base: torch.Generator,
     ) -> None:
-        self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._gathers = False
         """Whether what is stored may wait to be written with more."""
         self._loader = loader
@@ -57,8 +56,9 @@ class Pass:
         self._source: LoaderSource = loader.source
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
-        self._beside = nullcontext if cache is None else partial(cache.beside, self._source.key)
+        self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         if cache is not None:
+            self._beside = partial(cache.beside, self._source.key)
             num_batches = None
             with suppress(TypeError):  # nobody knows
                 num_batches = len(loader)
@@ -200,9 +200,9 @@ class Pass:
         return self._source.load_planned(task)
 
     def _is_unfrozen(self) -> bool:
-        if torch.autograd._profiler_enabled():
-            return False  # a profile is to show DataLoader's own events
-        return self._cache is None or self._cache.is_plain(self._source.key)
+        is_plain = self._cache is None or self._cache.is_plain(self._source.key)
+        # A profile is to show DataLoader's own events.
+        return is_plain and not torch.autograd._profiler_enabled()
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.
@@ -230,13 +230,11 @@ class Pass:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
         self._since, self._num_calls = now, cache.counters.num_calls
-        try:
+        with self._beside():
             cache.note_step(
                 self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
                 is_control=plan.control is not None,
             )  # fmt: skip
-        except Exception as error:
-            cache.failed(self._source.key, error)
         return now
 
     def _start_workers(self) -> Iterator[Loaded]:
