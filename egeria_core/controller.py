@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,6 @@ from egeria_core.savings import MoveCost, Savings, Schedule
 from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Prefix, Watched, can_be_read
 
 log = logging.getLogger("egeria")
-
-
-class BoundaryListener(Protocol):
-    """All that the controller asks of a cache."""
-
-    def on_boundary_moved(self, event: BoundaryMoved) -> None:
-        """Called between two training steps."""
 
 
 class FreezeController:
@@ -80,7 +73,7 @@ class FreezeController:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        cache: BoundaryListener | None = None,
+        cache: Any = None,
         policy: str | Policy | None = None,
         *,
         lr_scheduler: LRScheduler | Callable[[int], float] | None = None,

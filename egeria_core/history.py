@@ -39,14 +39,6 @@ class History(list[dict[str, Any]]):
         """Return the records of one kind."""
         return [record for record in self if record["kind"] == kind]
 
-    @classmethod
-    def load(cls, path: str | Path) -> History:
-        """Read JSON lines back."""
-        history = cls()
-        text = Path(path).read_text(encoding="utf-8")
-        history += [json.loads(line) for line in text.splitlines() if line.strip()]
-        return history
-
     def __repr__(self) -> str:
         return f"History({len(self)} records)"
 

@@ -80,9 +80,9 @@ def suggest_boundary(
     """Measure which front of `model` can be static from step 0, and what that costs.
 
     Args:
-        model: As training would begin with it. Copies of it are trained, one at a time; it stays as
-            it is, and so do the random generators. Where several ranks train together ask on one,
-            and tell the others what it says.
+        model: As training would begin with it, before its first forward. Copies of it are trained,
+            one at a time; it stays as it is, and so do the random generators. Where several ranks
+            train together ask on one, and tell the others what it says.
         train: Called with (copy, policy), trains the copy for a while under a `FreezeController`
             with this policy. The longer, the more the trials are like the training itself; at a
             rate that falls to zero each is a whole schedule in small.
@@ -95,17 +95,21 @@ def suggest_boundary(
         `FreezeController(..., policy=suggestion.policy())` follows it.
 
     Raises:
-        ValueError: The model cannot be copied, or `train` makes no controller with its policy.
+        ValueError: `fully_shard` has cut the model, or `train` makes no controller with its policy.
     """
-    started = time.perf_counter()
+    model, started = unwrap(model)[0], time.perf_counter()
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError("fully_shard has cut the model over ranks, so it cannot be copied")
     generators, log = RandomState.now(), logging.getLogger("egeria")
     level = log.level
     log.setLevel(logging.ERROR)  # the training's own controller will say it, where it matters
 
     def tried(boundary: str | None) -> tuple[float, float, list[str]]:
         torch.manual_seed(0)  # the order and dropout are the same in all trials
-        copied, policy = _copied(unwrap(model)[0]), StaticPolicy({0: boundary})
-        train(copied.train(), policy)
+        with plain_structure([model]):
+            copied = copy.deepcopy(model).train()
+        policy = StaticPolicy({0: boundary})
+        train(copied, policy)
         sizes = [(p.numel(), p.requires_grad) for p in copied.parameters()]
         frozen = 1 - sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
         return float(validate(copied.eval())), frozen, policy.boundaries
@@ -129,17 +133,3 @@ def suggest_boundary(
         harm_budget=harm_budget,
         seconds=time.perf_counter() - started,
     )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        if any(map(is_sharded, model.parameters())):
-            raise TypeError("fully_shard has cut it over ranks")
-        with plain_structure([model]):
-            return copy.deepcopy(model)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be copied for the probe "
-            f"({type(error).__name__}: {error}); call suggest_boundary before the first forward, "
-            "on a model without tensors that autograd has made"
-        ) from error

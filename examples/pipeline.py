@@ -57,7 +57,7 @@ class Head(nn.Module):
         return scores
 
 
-def make_blocks() -> OrderedDict[str, nn.Module]:
+def make_blocks() -> nn.Sequential:
     """Return the model in eight blocks, the same on every rank."""
     torch.manual_seed(0)
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem())
@@ -66,13 +66,12 @@ def make_blocks() -> OrderedDict[str, nn.Module]:
             WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
         )
     blocks["head"] = Head()
-    return blocks
+    return nn.Sequential(blocks)
 
 
-def make_optimizer(blocks: OrderedDict[str, nn.Module]) -> torch.optim.Optimizer:
+def make_optimizer(blocks: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW over all blocks."""
-    parameters = chain.from_iterable(block.parameters() for block in blocks.values())
-    return torch.optim.AdamW(parameters, lr=3e-3)
+    return torch.optim.AdamW(blocks.parameters(), lr=3e-3)
 
 
 def say(text: str) -> None:
@@ -117,12 +116,11 @@ def train(
     def follow(event: Any) -> None:
         nonlocal moved
         before = moved
-        moved, copied = on_all_ranks(pipeline.bytes_moved, pipeline.bytes_copied)
+        (moved,) = on_all_ranks(pipeline.bytes_moved)
         plan = pipeline.plan
         say(
             f"  step {event.step}: frozen up to {event.boundary}; stages {plan.stages}; "
-            f"{moved - before:,.0f} bytes moved; {copied:,.0f} bytes of the "
-            "front copied so far"
+            f"{moved - before:,.0f} bytes moved"
         )
 
     controller = PipelineController(
@@ -162,9 +160,9 @@ def train_alone(
     args: argparse.Namespace, data: TensorDataset, moves: Sequence[tuple[int, str | None]]
 ) -> tuple[list[float], nn.Sequential]:
     """Train in one process on the same batches, frozen at the same steps."""
-    blocks, ranks = make_blocks(), dist.get_world_size()
-    optimizer, model = make_optimizer(blocks), nn.Sequential(blocks)
-    names, frozen = list(blocks), dict(moves)
+    model, ranks = make_blocks(), dist.get_world_size()
+    optimizer = make_optimizer(model)
+    names, frozen = [name for name, _ in model.named_children()], dict(moves)
     losses: list[float] = []
     for epoch in range(args.epochs):
         parts: list[Iterator[list[int]]] = []

@@ -8,6 +8,7 @@ They are the paper's Figures 4 and 11. Needs matplotlib (the `plot` extra).
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=None, help="image to write")
     options = parser.parse_args(argv)
     output = options.output or options.history.with_suffix(".png")
-    history = History.load(options.history)
+    history = History()
+    history += map(json.loads, options.history.read_text(encoding="utf-8").splitlines())
     figure, (upper, lower) = plt.subplots(
         2, 1, figsize=(8, 6), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
     )

@@ -150,7 +150,7 @@ def count_plan(plan: PipelinePlan, *, backward: float = 1) -> Bubbles:
         trained = sum(map(Fraction, plan.costs[max(start, plan.frozen) : stop]), Fraction(0))
         costs.append((forward / unit, trained * Fraction(backward) / unit))
     ahead = sum(stop <= plan.frozen for _, stop in plan.stages)
-    run = _Run(plan.schedule, 1, True)
+    run = _Run(named_schedule(plan.schedule), 1, True)
     lane = run.lane(costs, plan.ranks, plan.microbatches, ahead=ahead)
     return _beside([lane], plan.ranks)
 

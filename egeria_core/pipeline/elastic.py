@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,17 +22,6 @@ from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
 from egeria_core.ranks import wire_of
 
 log = logging.getLogger("egeria")
-
-
-def as_model(
-    blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
-) -> nn.Sequential:
-    """Return the blocks by name."""
-    if isinstance(blocks, nn.Sequential):
-        return blocks
-    if not isinstance(blocks, Mapping):
-        blocks = {str(index): block for index, block in enumerate(blocks)}
-    return nn.Sequential(OrderedDict(blocks))
 
 
 def check_untied(model: nn.Module) -> None:
@@ -69,7 +57,7 @@ class ElasticPipeline:
 
     Args:
         blocks: The model in forward order; each is called with what the one before returns, a tuple
-            as several arguments. Names of an `nn.Sequential` or a mapping are kept.
+            as several arguments. Names of an `nn.Sequential` are kept.
         optimizers: One, or several, made over the parameters of all blocks.
         loss_function: From a micro-batch's output and targets to the mean loss of its rows.
         microbatches: Into how many a batch is cut.
@@ -93,7 +81,7 @@ class ElasticPipeline:
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
+        blocks: Sequence[nn.Module] | nn.Sequential,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss_function: Callable[[Any, Any], Tensor],
         *,
@@ -108,7 +96,7 @@ class ElasticPipeline:
     ) -> None:
         check_torch()
         check_choice("on_freeze", on_freeze, OnFreeze)
-        self.model = as_model(blocks)
+        self.model = blocks if isinstance(blocks, nn.Sequential) else nn.Sequential(*blocks)
         """The blocks by name; on this rank those of other ranks are outlines."""
         self._blocks = list(self.model.children())
         check_untied(self.model)
@@ -138,8 +126,6 @@ class ElasticPipeline:
         """The frozen blocks, whole on this rank wherever they left the pipeline."""
         self.bytes_moved = 0
         """Weights, buffers and optimizer state that this rank sent with blocks that moved."""
-        self.bytes_copied = 0
-        """Weights and buffers that this rank received as part of the front."""
         self._loss_function = loss_function
         self._carrier = Carrier(self.group, self.device, self.wire, self.optimizers)
         self._engine: Engine | None = None
@@ -271,7 +257,7 @@ class ElasticPipeline:
             elif self.rank == target:
                 self._carrier.receive(self._blocks[block], source)
         for block, source in old.copies(new):
-            self.bytes_copied += self._carrier.share(self._blocks[block], source)
+            self._carrier.share(self._blocks[block], source)
         self.plan = new
         self._release()
         self.front.freeze(new.front)

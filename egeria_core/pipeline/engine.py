@@ -177,7 +177,14 @@ class Engine:
         arguments = [_fill_up(rows, padded) for rows in inputs] if self._rank == 0 else []
         trains = measure is None
         key = (trains, size, kind)
-        schedule = self._schedules.pop(key, None) or self._make_schedule(trains=trains)
+        schedule = self._schedules.pop(key, None)
+        if schedule is None:
+            ranks, group = self._plan.ranks, self._group
+            stage = _Stage(self._stage, self._rank, ranks, self._device, group=group)
+            # Forwards alone have one order.
+            is_1f1b = trains and self._plan.schedule == "1F1B"
+            make = Schedule1F1B if is_1f1b else ScheduleGPipe
+            schedule = make(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
         self._schedules[key] = schedule
         if len(self._schedules) > MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
@@ -196,12 +203,6 @@ class Engine:
                 schedule.eval(*arguments, **keywords)
         self._targets = None
         return sum((part.detach() for part in losses), torch.zeros((), device=self._device))
-
-    def _make_schedule(self, *, trains: bool) -> Any:
-        stage = _Stage(self._stage, self._rank, self._plan.ranks, self._device, group=self._group)
-        # Forwards alone have one order.
-        kind = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
-        return kind(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Any, numbers: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""

@@ -49,17 +49,12 @@ class PipelineController(FreezeController):
         super().__init__(
             pipeline.model, pipeline.optimizers[0], None, policy, listeners=listeners, **options
         )
-        self._savings.saves = self._saves()
-
-    def _saves(self) -> list[float]:
-        """Return the part of a batch's time that freezing the first k layers saves."""
-        pipeline = self.pipeline
+        # What freezing the first k layers saves is told by the plans that follow it.
         times = []
-        for name in (None, *self.boundaries):
-            frozen = 0 if name is None else self._block_of(name) + 1
+        for frozen in (0, *(self._block_of(name) + 1 for name in self.boundaries)):
             plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
             times.append(plan.time())
-        return [1 - time / times[0] for time in times]
+        self._savings.saves = [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:
         layers = LayerMap(self.model, self.pipeline.names, self.config.num_layers)

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 SCHEDULES = ("GPipe", "1F1B")
 
@@ -19,14 +19,6 @@ OnFreeze = Literal["repartition", "stay"]
 - `repartition`: the active blocks are spread over all ranks;
 - `stay`: no block changes its rank.
 """
-
-
-class Move(NamedTuple):
-    """One block, with weights and optimizer state, from one rank to another."""
-
-    block: int
-    source: int
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +91,6 @@ class PipelinePlan:
         work = [sum(trained[start:stop]) for start, stop in self.stages]
         return self.microbatches * max(work) + sum(work) - max(work)
 
-    @property
-    def blocks(self) -> int:
-        """How many there are."""
-        return len(self.costs)
-
     def frozen_to(
         self, frozen: int, on_freeze: OnFreeze, *, has_front: bool = True
     ) -> PipelinePlan:
@@ -117,8 +104,8 @@ class PipelinePlan:
         Raises:
             ValueError: The last block would be frozen.
         """
-        if not 0 <= frozen < self.blocks:
-            raise ValueError(f"frozen must be in [0, {self.blocks}), got {frozen}")
+        if not 0 <= frozen < len(self.costs):
+            raise ValueError(f"frozen must be in [0, {len(self.costs)}), got {frozen}")
         first = PipelinePlan.start(
             self.costs, self.ranks, schedule=self.schedule, microbatches=self.microbatches
         )
@@ -130,17 +117,17 @@ class PipelinePlan:
                 return replace(first, frozen=frozen)
             left = [(max(start, frozen), max(stop, frozen)) for start, stop in first.stages]
             return replace(first, frozen=frozen, front=frozen, stages=tuple(left))
-        length = min(self.ranks, self.blocks - frozen)
+        length = min(self.ranks, len(self.costs) - frozen)
         # The last blocks are on the last ranks already.
         empty = ((frozen, frozen),) * (self.ranks - length)
         stages = (*empty, *partition(self.costs, frozen, length))
         homes = (*self.homes[:frozen], *_homes(stages))
         return replace(first, frozen=frozen, front=frozen, stages=stages, homes=homes)
 
-    def moves(self, new: PipelinePlan) -> list[Move]:
-        """Return what has to be sent until `new` holds, in an order that all ranks keep."""
+    def moves(self, new: PipelinePlan) -> list[tuple[int, int, int]]:
+        """Return (block, source, target) of all that has to be sent until `new` holds."""
         pairs = enumerate(zip(self.homes, new.homes, strict=True))
-        return [Move(block, old, target) for block, (old, target) in pairs if old != target]
+        return [(block, old, target) for block, (old, target) in pairs if old != target]
 
     def copies(self, new: PipelinePlan) -> list[tuple[int, int]]:
         """Return which blocks every rank needs now as part of the front, and who has them."""

@@ -60,19 +60,15 @@ class Carrier:
             if state is not None:
                 optimizer.state[parameter] = state
 
-    def share(self, block: nn.Module, source: int) -> int:
-        """Give a block's weights to all ranks of the group; return the bytes that this one took."""
-        is_mine = dist.get_rank(self.group) == source
-        if not is_mine:
+    def share(self, block: nn.Module, source: int) -> None:
+        """Give a block's weights to all ranks of the group."""
+        if dist.get_rank(self.group) != source:
             make_room(block, self.device)
-        peer, num_bytes = dist.get_global_rank(self.group, source), 0
+        peer = dist.get_global_rank(self.group, source)
         for tensor in _own_tensors(block):
             data = tensor.detach().to(self.wire).contiguous()
             dist.broadcast(data, src=peer, group=self.group)
-            if not is_mine:
-                tensor.detach().copy_(data)
-                num_bytes += tensor.nbytes
-        return num_bytes
+            tensor.detach().copy_(data)
 
     def forget(self, block: nn.Module) -> None:
         """Drop this rank's optimizer state of a block."""

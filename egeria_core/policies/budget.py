@@ -236,7 +236,7 @@ class BudgetPolicy(Remembered):
         harms = None if prospect.rises else self._harms(prospect)
         if harms is None:
             rises = "the learning rate will rise"
-            self._note(rises if prospect.rises else "nothing can be predicted", [])
+            self._note(rises if prospect.rises else "nothing can be predicted")
             return self.frozen
         candidates = self._candidates(harms, prospect, reading.num_layers)
         chosen = max(
@@ -245,13 +245,15 @@ class BudgetPolicy(Remembered):
             key=lambda c: (round(c.total, 6), c.frozen),
             default=None,
         )
-        self._note("wait" if chosen is None else "freeze", candidates, chosen)
-        if chosen is not None:
+        if chosen is None:
+            self._note("wait", candidates)
+        else:
             self.frozen, self.spent = chosen.frozen, self.spent + chosen.harm
             self._rate_at_freeze = max(reading.lr)
             self.reason = f"predicted cost {chosen.harm:.2g} of {self.budget:.2g}"
             if self.spent > chosen.harm:
                 self.reason += f", {self.spent:.2g} spent"
+            self._note("freeze", candidates, chosen.harm)
         return self.frozen
 
     def _has_risen(self, rate: float) -> bool:
@@ -260,20 +262,17 @@ class BudgetPolicy(Remembered):
             return False
         self.frozen = 0
         self.reason = f"the learning rate rose to {rate:.3g} from {self._rate_at_freeze:.3g}"
-        self._note("unfreeze", [])
+        self._note("unfreeze")
         self.estimate = HarmEstimate(self.estimate.first_loss)
         return True
 
     def _harms(self, prospect: Prospect) -> list[float] | None:
         """Return H_k for k = 0 to L; None where it cannot be told."""
-        shares = self.estimate.shares(self.frozen)
-        rate = prospect.rate
+        shares, rate = self.estimate.shares(self.frozen), prospect.rate
         if rate is None:
             rate = self.estimate.assumed_rate(prospect.steps, prospect.every)
-        if shares is None or not math.isfinite(rate):
-            return None
         gain = self.estimate.gain(rate)
-        return None if not math.isfinite(gain) else [share * gain for share in shares]
+        return [share * gain for share in shares] if shares and math.isfinite(gain) else None
 
     def _candidates(
         self, harms: Sequence[float], prospect: Prospect, num_layers: int
@@ -315,23 +314,13 @@ class BudgetPolicy(Remembered):
             found.append(Candidate(k, harms[k], saving, total, verdict))
         return found
 
-    def _note(
-        self, what: str, candidates: Sequence[Candidate], chosen: Candidate | None = None
-    ) -> None:
+    def _note(self, what: str, candidates: Sequence[Candidate] = (), harm: float = 0.0) -> None:
         words = [what, self.frozen, *(c.verdict for c in candidates)]
-        if words == self._last_note:
-            return  # the same for the same reasons
-        self._last_note = words
-        self._notes.append(
-            {
-                "decision": what,
-                "frozen": self.frozen if chosen is None else chosen.frozen,
-                "harm": 0.0 if chosen is None else chosen.harm,
-                "spent": self.spent + (0.0 if chosen is None else chosen.harm),
-                "budget": self.budget,
-                "candidates": [asdict(c) for c in candidates],
-            }
-        )
+        if words != self._last_note:  # else the same for the same reasons
+            self._last_note = words
+            told = {"decision": what, "frozen": self.frozen, "harm": harm, "spent": self.spent}
+            tried = [asdict(candidate) for candidate in candidates]
+            self._notes.append(told | {"budget": self.budget, "candidates": tried})
 
     def take_notes(self) -> list[dict[str, Any]]:
         """Return what was newly decided since the last call, and against what, for the history."""

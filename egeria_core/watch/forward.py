@@ -133,7 +133,7 @@ class ForwardTrace:
             # One operator, which nobody counts.
             rows = [x.numel() / x.shape[-1] for x in tree_leaves(output) if isinstance(x, Tensor)]
             weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
-            self.costs[name] += 2 * weights * rows[0]
+            self.costs[name] += 2 * weights * sum(rows[:1])
         if name in self._candidates:
             self.upto[name] = self.total
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
@@ -174,7 +174,6 @@ class ForwardTrace:
         self._watching.close()
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self._seen.clear()
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -117,17 +118,6 @@ def can_be_read(optimizer: Any) -> bool:
     return callable(getattr(bare_optimizer(optimizer), "register_step_post_hook", None))
 
 
-@dataclass(slots=True)
-class _Opened:
-    """A layer as it was before the step."""
-
-    layer: int
-    parameters: list[Tensor]
-    old: list[Tensor]
-    gradients: list[Tensor]
-    found_inf: Tensor | None
-
-
 class MovementMeter(Meter):
     """Reads one layer of the model at every `spacing`-th optimizer step, round and round.
 
@@ -159,7 +149,7 @@ class MovementMeter(Meter):
         self._rate = self._rate_before = 0.0
         self._losses = MeanLoss()
         self._read: dict[int, Tensor] = {}
-        self._opened: _Opened | None = None
+        self._opened: tuple[int, Callable[[], Tensor]] | None = None
         self._ready: list[Verdict] = []
         self._silent = 0
         self._handles: list[RemovableHandle] = [
@@ -189,12 +179,31 @@ class MovementMeter(Meter):
             )
         self._losses.add(loss)
 
+    @torch.no_grad()
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Copy a layer, where it is time."""
         self._opened = None
         self._rate += self._mean_rate()
         self._steps += 1
-        if self._steps % self._spacing == 0:
-            self._open()
+        found = None if self._steps % self._spacing else self._following()
+        if found is None:
+            return
+        layer, own = found
+        old = [local_part(p).detach().clone() for p in own]
+        gradients = [p.grad.clone() for p in own if p.grad is not None]
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if isinstance(scale, Tensor):  # a fused optimizer under a GradScaler unscales by itself
+            gradients = [g.mul_(1 / scale.to(g.device)) for g in gradients]
+        inf = getattr(self._optimizer, "found_inf", None)
+        inf = inf.detach().clone() if isinstance(inf, Tensor) else None
+        self._opened = layer, partial(_numbers, own, old, gradients, inf)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Compare with what was copied before the step."""
+        if self._opened is not None:
+            layer, numbers = self._opened
+            self._read[layer], self._opened = numbers(), None
 
     def _following(self) -> tuple[int, list[Tensor]] | None:
         """Return the next layer that trains, and what of it does."""
@@ -208,36 +217,14 @@ class MovementMeter(Meter):
             self._idle.add(layer)
         return None
 
-    @torch.no_grad()
-    def _open(self) -> None:
-        """Copy a layer before its step."""
-        found = self._following()
-        if found is None:
-            return
-        layer, own = found
-        gradients = [p.grad.clone() for p in own if p.grad is not None]
-        scale = getattr(self._optimizer, "grad_scale", None)
-        if isinstance(scale, Tensor):  # a fused optimizer under a GradScaler unscales by itself
-            gradients = [g.mul_(1 / scale.to(g.device)) for g in gradients]
-        inf = getattr(self._optimizer, "found_inf", None)
-        self._opened = _Opened(
-            layer, own, [local_part(p).detach().clone() for p in own], gradients,
-            inf.detach().clone() if isinstance(inf, Tensor) else None,
-        )  # fmt: skip
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Compare with what was copied before the step."""
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return
-        row = _numbers(opened)
-        sharded = next(filter(is_sharded, opened.parameters), None)
-        self._read[opened.layer] = row if sharded is None else global_sums(row, sharded)
-
     def measure(self, step: int, frozen: int) -> None:
         """Reduce what was read since the last verdict to numbers: one transfer for all layers."""
-        self._heed_silence()
+        self._silent = 0 if self._steps else self._silent + 1
+        if self._silent == SILENT_TO_WARN:
+            log.warning(
+                "egeria: none of the optimizer's steps was seen, so nothing can be predicted and "
+                "nothing will freeze; give the controller the optimizer whose step() is called"
+            )
         if not self._losses.count:
             return
         rows = _stacked(list(self._read.values())).tolist() if self._read else []
@@ -260,14 +247,6 @@ class MovementMeter(Meter):
     def _trains(self, layer: int) -> bool:
         """Whether something of a layer trains; what does not stands still, and brings nothing."""
         return layer not in self._idle and any(p.requires_grad for p in self._parameters[layer])
-
-    def _heed_silence(self) -> None:
-        self._silent = 0 if self._steps else self._silent + 1
-        if self._silent == SILENT_TO_WARN:
-            log.warning(
-                "egeria: none of the optimizer's steps was seen, so nothing can be predicted and "
-                "nothing will freeze; give the controller the optimizer whose step() is called"
-            )
 
     def collect(self) -> list[Verdict]:
         """Return the readings taken since the last call."""
@@ -298,24 +277,25 @@ class MovementMeter(Meter):
         """Take the hooks off; idempotent."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
 
-def _numbers(opened: _Opened) -> Tensor:
+def _numbers(
+    own: Sequence[Tensor], old: list[Tensor], gradients: Sequence[Tensor], found_inf: Tensor | None
+) -> Tensor:
     """Return (-g . d, |d|^2, |theta|^2), float32; not finite where the step was skipped.
 
     What was copied is written to, so that no second copy is needed.
     """
-    new = [local_part(p).detach() for p in opened.parameters]
-    torch._foreach_sub_(opened.old, new)
-    gradients = map(local_part, opened.gradients)
-    brought = [_dot(*pair) for pair in zip(opened.old, gradients, strict=True)]
-    lengths = [_stacked(torch._foreach_norm(list(map(_real, part)))) for part in (opened.old, new)]
-    total = torch.stack([_stacked(brought).sum(), *(own.square().sum() for own in lengths)])
-    if opened.found_inf is not None:
-        skipped = opened.found_inf.to(total.device).reshape(()) > 0
+    new = [local_part(p).detach() for p in own]
+    torch._foreach_sub_(old, new)
+    brought = [_dot(*pair) for pair in zip(old, map(local_part, gradients), strict=True)]
+    lengths = [_stacked(torch._foreach_norm(list(map(_real, part)))) for part in (old, new)]
+    total = torch.stack([_stacked(brought).sum(), *(part.square().sum() for part in lengths)])
+    if found_inf is not None:
+        skipped = found_inf.to(total.device).reshape(()) > 0
         total = torch.where(skipped, total.new_tensor(math.nan), total)
-    return total
+    sharded = next(filter(is_sharded, own), None)
+    return total if sharded is None else global_sums(total, sharded)
 
 
 def _stacked(numbers: Sequence[Tensor]) -> Tensor:

@@ -220,7 +220,6 @@ def train(case: Case, directory: Path) -> dict[str, Any]:
             epoch += 1
         found["weights"] = run.pipeline.full_state_dict()
         found["moved"] = run.pipeline.bytes_moved
-        found["copied"] = run.pipeline.bytes_copied
         found["schedule"] = run.controller.schedule()
         found["history"] = list(run.controller.history)
     finally:

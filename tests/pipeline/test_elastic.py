@@ -122,8 +122,8 @@ def check_bytes(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:
         has_front = case.has_cache or case.on_freeze != "stay"
         frozen = 0 if name is None else int(name) + 1
         new = plan.frozen_to(frozen, case.on_freeze, has_front=has_front)  # type: ignore[arg-type]
-        for move in plan.moves(new):
-            expected[move.source] += weights + state
+        for _, source, _ in plan.moves(new):
+            expected[source] += weights + state
         plan = new
     assert [found["moved"] for found in ranks] == expected
     assert any(expected) == (case.on_freeze != "stay")

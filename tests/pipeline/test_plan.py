@@ -33,11 +33,11 @@ def check(plan: PipelinePlan) -> None:
     assert bounds == sorted(bounds)
     assert all(left[1] == right[0] for left, right in pairwise(plan.stages))
     assert plan.stages[0][0] in (0, plan.front)
-    assert (max(plan.front, plan.stages[0][0]), plan.stages[-1][1]) == (plan.front, plan.blocks)
+    assert (max(plan.front, plan.stages[0][0]), plan.stages[-1][1]) == (plan.front, len(plan.costs))
     assert len(plan.stages) == plan.ranks
     for rank, (start, stop) in enumerate(plan.stages):
         assert set(plan.homes[start:stop]) <= {rank}
-    assert len(plan.homes) == plan.blocks
+    assert len(plan.homes) == len(plan.costs)
 
 
 @given(plans(), st.lists(st.tuples(st.integers(0, 20), WAYS), max_size=4))
@@ -51,14 +51,15 @@ def test_moves_bring_every_block_to_where_the_next_plan_wants_it(
     way = moves[0][1] if moves else None
     for depth, _ in [*moves, (0, None)]:
         on_freeze, has_front = way or ("repartition", True)
-        frozen = depth % plan.blocks
+        frozen = depth % len(plan.costs)
         new = plan.frozen_to(frozen, on_freeze, has_front=has_front)
         check(new)
         assert new.frozen == frozen
         assert new.front == (frozen if has_front or on_freeze != "stay" else 0)
         for move in plan.moves(new):
-            assert move.source == where[move.block] != move.target
-            where[move.block] = move.target
+            block, source, target = move
+            assert source == where[block] != target
+            where[block] = target
             assert on_freeze != "stay"
         assert where == dict(enumerate(new.homes))
         for block, source in plan.copies(new):
@@ -69,7 +70,7 @@ def test_moves_bring_every_block_to_where_the_next_plan_wants_it(
             assert plan.homes[:frozen] == new.homes[:frozen]
         if on_freeze == "repartition":
             filled = sum(start < stop for start, stop in new.stages)
-            assert filled == min(plan.ranks, plan.blocks - frozen)
+            assert filled == min(plan.ranks, len(plan.costs) - frozen)
         plan = new
     assert plan == first
 
