@@ -69,7 +69,7 @@ class LoaderApi:
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
         self._status = status
-        self._boundary = boundary
+        self._boundary, self.engine = boundary, boundary.engine
         self._host = host
         self.policy = status.policy
         with contextlib.suppress(OSError, StoreError):
@@ -85,6 +85,8 @@ class LoaderApi:
         self.leave_uncached = host.leave_uncached
         self.gather = gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
+        self.uncached = status.uncached
+        """Loaders whose samples cannot be cached, and why."""
         self.may_store = status.may_store
         """Whether what the model computes for a loader may be stored."""
 
@@ -126,7 +128,7 @@ class LoaderApi:
             return
         name = shown_name(source.key)
         alike = [v for v in self._status.views.everywhere() if shown_name(v.loader_name) == name]
-        if not alike or source.key in self._status.uncached:
+        if not alike or source.key in self.uncached:
             return
         fields = source.fields
         for view in reversed(alike):
@@ -154,10 +156,6 @@ class LoaderApi:
             return None  # a fingerprint takes time
         name, _ = _note_of(source)
         return self._clocks.get(name) or next(_clocks(self._directory, name), (None, None))[0]
-
-    def is_refused(self, loader_name: str) -> bool:
-        """Whether nothing can be cached for this loader."""
-        return loader_name in self._status.uncached
 
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
@@ -193,24 +191,19 @@ class LoaderApi:
         """Whether a loader without workers is passed in another thread than the training's: what
         that draws must not be seeded or put back meanwhile. If the model is called, say so.
         """
-        engine = self._boundary.engine
-        is_trained_here = threading.get_ident() == engine.trained_by
-        if source.side_worker is not None or is_trained_here or not engine.is_beside():
+        is_trained_here = threading.get_ident() == self.engine.trained_by
+        if source.side_worker is not None or is_trained_here or not self.engine.is_beside():
             return False
-        if engine.has_run:
+        if self.engine.has_run:
             self.leave_uncached(source.key, _BESIDE)
         return True
-
-    def awaits_batches(self) -> None:
-        """A loader has been made."""
-        self._boundary.engine.is_awaited = True
 
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""
         if self._status.boundary is not None or self._status.is_sought:
             self.policy.begins(loader_name, epoch, num_batches)
-            self._boundary.engine.stand_in()
-            self._boundary.engine.is_awaited = False
+            self.engine.stand_in()
+            self.engine.is_awaited = False
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""
@@ -226,14 +219,8 @@ class LoaderApi:
         """Note that a batch was yielded which the model should see."""
         if self._status.is_closed:
             self.counters.tell(_CLOSED)
-        else:
-            engine = self._boundary.engine
-            if engine.is_aside or not engine.scout.is_done:
-                engine.look_out()
-
-    def data_settled(self, loader_name: str) -> None:
-        """The data set that had changed is the same as in the last pass."""
-        self.counters.counts.why_not = self._status.uncached.get(loader_name)
+        elif self.engine.is_aside or not self.engine.scout.is_done:
+            self.engine.look_out()
 
     def note_step(
         self,

@@ -105,7 +105,7 @@ class Assembly:
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
         source, size = self._source, len(plan.task.ids)
-        if self.cache.is_plain(source.key) or self.cache.is_refused(source.key):
+        if self.cache.is_plain(source.key) or source.key in self.cache.uncached:
             self._count(plan)
             return loaded.data
         structure, leaves = flatten(loaded.data, size)

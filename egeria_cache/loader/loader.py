@@ -123,7 +123,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if cache is not None and not isinstance(self.dataset, IterableDataset):
             _check_sized(self.dataset)
             if "api" in vars(cache):  # else it opens with the first pass
-                cache.api.awaits_batches()
+                cache.api.engine.is_awaited = True
         self.cache = cache
         self.seed = 0 if self.seed is None and cache is not None else self.seed
         self.source = LoaderSource(
@@ -251,7 +251,8 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.cache.api.took_beside(time.perf_counter() - began)
         if not at_end:
             if what is None and not self._changed_midway and self._num_changes:
-                self.cache.api.data_settled(self.source.key)
+                counts = self.cache.api.counters.counts
+                counts.why_not = self.cache.api.uncached.get(self.source.key)
                 self._num_changes = 0
             self._changed_midway = False
         if what is not None:
@@ -294,7 +295,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
         api = None if self.cache is None else self.cache.api
-        if api is None or api.boundary is None or api.is_refused(self.source.key):
+        if api is None or api.boundary is None or self.source.key in api.uncached:
             return last.ahead or 0, epoch + (last.ahead or 0)
         known, ahead = None, last.ahead or 0
         with api.beside(self.source.key):

@@ -144,8 +144,9 @@ class PlannedEntry:
     def _load_again(self) -> dict[str, Tensor]:
         if self._ring is not None:
             assert self._place is not None
+            sizes = self._sizes(self.whole or self.longest)
             with suppress(LookupError):
-                return self._widened(self._ring.gather(self._place, self._sizes(self.whole)))
+                return self._widened(self._ring.gather(self._place, sizes))
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
         with threads.without_modes():
@@ -168,21 +169,19 @@ class PlannedEntry:
         return None if self.lengths is None else tuple(self.lengths.max(0).tolist())
 
     def _sizes(self, whole: tuple[int, ...] | None) -> dict[str, list[int]]:
-        """Return how large padded tensors are in a batch of these lengths; None: of the hits'.
+        """Return how large padded tensors are in a batch of these lengths.
 
         Raises:
             LookupError: That is not known.
         """
-        longest = self.longest if whole is None else whole
-        assert longest is not None or not self.view.growth
-        return {name: one.sizes(longest or ()) for name, one in self.view.growth.items()}
+        return {name: one.sizes(whole or ()) for name, one in self.view.growth.items()}
 
     def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rows as long as those of the whole batch, some of which may be no hits."""
         if self.whole is None:
             return rows
-        longer = {n: one.padded(rows[n], self.whole) for n, one in self.view.growth.items()}
-        return rows | longer
+        growth = self.view.growth.items()
+        return rows | {name: one.padded(rows[name], self.whole) for name, one in growth}
 
 
 class Prefetcher:
@@ -271,8 +270,7 @@ class Prefetcher:
             if not found.all():
                 return False
         rows = _put_together(view, tensors, None)
-        if len(new):
-            ring = self._ring_for(entry, rows)
+        ring = self._ring_for(entry, rows) if rows else ring
         if ring is not None:
             rest = {name: v for name, v in tensors.items() if not name.startswith(ACTIVATION)}
             for name, one in view.growth.items() if rest else ():
@@ -293,7 +291,7 @@ class Prefetcher:
         """
         place = ring.place(samples, entry.draws)
         self._keep(entry, place.kept)
-        for name, sizes in entry._sizes(None).items():
+        for name, sizes in entry._sizes(entry.longest).items():
             if (torch.as_tensor(place.kept[SIZES + name]) > torch.tensor(sizes)).any():
                 raise LookupError("a row is larger than is known to be right")
         entry._place, entry._ring = place, ring
@@ -361,7 +359,7 @@ class Prefetcher:
 
         None where rows differ in shape, or are too long for what is free.
         """
-        if not rows or not all(isinstance(values, Tensor) for values in rows.values()):
+        if not all(isinstance(values, Tensor) for values in rows.values()):
             return None
         view, batch_size = entry.view, len(entry.hit)
         with _lock:
