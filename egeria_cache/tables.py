@@ -8,12 +8,6 @@ from collections.abc import Mapping
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
 
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
 
 def as_text(lines: Mapping[str, str]) -> str:
     """Return names and values in two columns."""
@@ -38,12 +32,14 @@ def parse_size(size: int | str) -> int:
         ValueError: The text is no size, or the size is not positive.
     """
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*([\d_]*\.?\d+)\s*([a-zA-Z]*)\s*", size)
-        if match is None or match[2].lower() not in _UNITS:
+        match = re.fullmatch(r"\s*([\d_]*\.?\d+)\s*(?:([kmgt]?)(i?)b)?\s*", size.lower())
+        if match is None:
             raise ValueError(
                 f"{size!r} is not a size; write bytes, or a text like '100GB' or '8GiB'"
             )
-        size = int(float(match[1].replace("_", "")) * _UNITS[match[2].lower()])
+        number, unit, is_binary = match.groups()
+        power = " kmgt".index(unit or " ")
+        size = int(float(number.replace("_", "")) * (1024 if is_binary else 1000) ** power)
     if isinstance(size, bool) or not isinstance(size, int | float):
         raise TypeError(f"the size limit is bytes, or a text like '100GB'; got {size!r}")
     if size <= 0:
