@@ -60,6 +60,8 @@ _TRANSFORMED = (
     "the model is called within `torch.func` (vmap, grad) or under a mode that changes operations, "
     "and never without"
 )
+Chosen = tuple[np.ndarray, bool] | None
+"""Hits to audit: a mask, shape (B,), and whether to wait for what that shows."""
 _AS_THEY_COME = (
     "Give the model the loader's batches as they come, or do what changes them after the boundary "
     "or in the data set"
@@ -151,7 +153,7 @@ class SkipHost(Protocol):
     def called(self) -> None:
         """The model is called, with whatever."""
 
-    def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
+    def audited(self, batch: Batch, entry: Entry) -> Chosen:
         """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
         for what that shows before the batch is served; None for none."""
 
@@ -607,27 +609,17 @@ class SkipEngine:
         return self._taken(plan, call, output, capture.rows(), capture.deviation)
 
     def _taken(
-        self,
-        plan: ReplayPlan,
-        call: Invocation,
-        output: Any,
-        rows: Rows | None,
-        why_not: str | None,
+        self, plan: ReplayPlan, call: Invocation, output: Any, rows: Rows | None, why: str | None
     ) -> Any:
         """Hand over what was captured of a computed batch; serve no more what goes another way."""
         self._captured(plan, call, None, rows)
         output = self._watched(plan, call, output)
-        if why_not is not None:
-            self._refuse(plan.key, BoundaryError.another_way(plan.boundary, why_not))
+        if why is not None:
+            self._refuse(plan.key, BoundaryError.another_way(plan.boundary, why))
         return output
 
     def _audit(
-        self,
-        source: ReplayPlan,
-        call: Invocation,
-        entry: Entry,
-        stored: Rows,
-        chosen: tuple[np.ndarray, bool] | None,
+        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows, chosen: Chosen
     ) -> bool:
         """Recompute the chosen hits from their raw samples; False if one is not what was stored.
 
@@ -733,7 +725,8 @@ class SkipEngine:
 
     def _dry_run(self, boundary: str | None, call: Invocation) -> DryRun:
         assert boundary is not None
-        return DryRun(self.model, self._forward, boundary, call, self._held, self.frozen)
+        frozen = self.frozen or boundary
+        return DryRun(self.model, self._forward, boundary, call, self._held, frozen)
 
     def _look_at_shards(self) -> None:
         """See whether a part of a gathered front is trained again, or it could not be gathered."""

@@ -112,7 +112,7 @@ class AutoBoundary:
         with Attempt() as tried:
             if not all(flags):
                 call, held = Invocation.of(args, kwargs), FrozenPrefix(model=self._model)
-                seen = DryRun(self._model, forward, "auto", call, held).seen()
+                seen = DryRun(self._model, forward, "auto", call, held, "").seen()
                 self._places = _frozen_cut_points(self._model, *seen)[:_MAX_TRIED]
         is_ours = isinstance(tried.error, BoundaryError)
         if tried.error is not None and not is_ours and self._num_raised < _MAX_RAISED:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,35 +67,25 @@ def before_in_sequence(
     return before if is_known else None
 
 
+@dataclass(eq=False)
 class DryRun:
-    """One attempt to cut `model` at `boundary` for calls like `call`.
+    """One attempt to cut a model for calls like one."""
 
-    Args:
-        model: The model.
-        forward: Its own forward.
-        boundary: Qualified name of the last frozen module.
-        call: The first batch.
-        held: Takes the prefix into inference mode.
-        frozen: The last frozen module, where that is not `boundary`.
-    """
+    model: nn.Module
+    forward: Callable[..., Any]
+    """Its own."""
+    boundary: str
+    """Qualified name of the last frozen module."""
+    call: Invocation
+    """The first batch."""
+    held: FrozenPrefix
+    """Takes the prefix into inference mode."""
+    frozen: str
+    """The last frozen module, where that is not the boundary."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        boundary: str,
-        call: Invocation,
-        held: FrozenPrefix,
-        frozen: str | None = None,
-    ) -> None:
-        self.model = model
-        self.forward = forward
-        self.boundary = boundary
-        self.call = call
-        self.held = held
-        self.frozen = frozen or boundary
-        self._surroundings = Surroundings(model, model_copy.shared_modules(model))
-        self._weights = Weights()
+    def __post_init__(self) -> None:
+        shared = model_copy.shared_modules(self.model)
+        self._surroundings, self._weights = Surroundings(self.model, shared), Weights()
 
     @in_turns()
     @uncollected()

@@ -27,11 +27,12 @@ from egeria_cache.skip.prove.model_copy import take
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import Rule, Slot, TensorSpec
+from egeria_cache.skip.serve.cut import Rule, Slot, TensorSpec, Whole
 from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, DynamicShapes, OutputAxis
 from egeria_cache.skip.serve.plan import ReplayPlan
 
-Whole = tuple[int, ...]
+Part = tuple[Whole, Recomputed, bool]
+"""Lengths, the prefix on a batch of them, and whether its samples are whole."""
 _MAX_ALONE = 8
 """Samples that are run without any padding: what reads one position too far shows there."""
 _MAX_FURTHER, _NUM_ASKED = 16, 65
@@ -98,10 +99,8 @@ def _uncertain(
     return unknown[len(unknown) // 2] if unknown else None
 
 
-def _parts(
-    traced: TracedBatch, plan: ReplayPlan, lengths: Lengths
-) -> Iterator[tuple[Whole, Recomputed, bool]]:
-    """Yield (lengths, the prefix on such a batch, whether its samples are whole)."""
+def _parts(traced: TracedBatch, plan: ReplayPlan, lengths: Lengths) -> Iterator[Part]:
+    """Run the prefix at other lengths."""
     own, whole, units = lengths.own, np.array(lengths.whole), _units(lengths)
     order = np.argsort(own.sum(1), kind="stable").tolist()
     alone = {tuple(own[row].tolist()): row for row in order}  # of each length one
@@ -184,10 +183,7 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
 
 
 def _rules(
-    traced: TracedBatch,
-    plan: ReplayPlan,
-    lengths: Lengths,
-    parts: Sequence[tuple[Whole, Recomputed, bool]],
+    traced: TracedBatch, plan: ReplayPlan, lengths: Lengths, parts: Sequence[Part]
 ) -> dict[Slot, dict[int, Rule]]:
     found: dict[Slot, dict[int, Rule]] = {}
     for i, step in enumerate(plan.steps):

@@ -97,9 +97,7 @@ class Prober:
     """
 
     def __init__(self, traced: TracedBatch, plain: Recomputed, plan: ReplayPlan) -> None:
-        self.traced = traced
-        self.plain = plain
-        self.plan = plan
+        self.traced, self.plain, self.plan = traced, plain, plan
         self._real_arguments: set[int] = set()
         self._paths = traced.call.layout.paths()
 
@@ -175,27 +173,26 @@ class Prober:
 
         return copied.call.noted(copied.call.rebuild(swap))
 
-    def pin(self, position: int) -> None:
-        """Note an argument that the prefix reads and that no loader vouches for."""
-        self.plan.pinned[position] = self.traced.copies.leaves[position].detach().clone()
+    def enter(self, source: Source) -> None:
+        """The prefix reads an input: one that no loader vouches for is to be what it was."""
+        if source.kind == "leaf":
+            self.plan.entered.add(source.index)
+        elif source.kind == "argument":
+            value = self.traced.copies.leaves[source.index]
+            self.plan.pinned[source.index] = value.detach().clone()
 
     def _resolve(self, escape: Escape, run: ReplayRun) -> bool:
         """Give the next probe what was missing; False if there is nothing to give."""
         progress = False
-        early = not run.scene.after_boundary
         for source in escape.sources:
-            if source.kind == "leaf" and source.index not in self.plan.kept:
-                self.plan.kept.add(source.index)
-                if early:
-                    self.plan.entered.add(source.index)
-                progress = True
-            elif source.kind == "argument" and source.index not in self._real_arguments:
-                self._real_arguments.add(source.index)
-                if early:
-                    self.pin(source.index)
-                progress = True
-            elif source.kind == "step" and source.index >= 0:
+            real = self.plan.kept if source.kind == "leaf" else self._real_arguments
+            if source.kind == "step" and source.index >= 0:
                 progress |= self._give(source)
+            elif source.kind in ("leaf", "argument") and source.index not in real:
+                real.add(source.index)
+                if not run.scene.after_boundary:
+                    self.enter(source)
+                progress = True
         return progress
 
     def _give(self, source: Source) -> bool:
@@ -251,10 +248,7 @@ class _ProbeRun(ReplayRun):
                     if Source("trainable", "", key) in leaf.sources:
                         self._refuse_trained(tensor)
                 for source in leaf.sources:
-                    if source.kind == "leaf":
-                        self.plan.entered.add(source.index)
-                    elif source.kind == "argument":
-                        self._prober.pin(source.index)
+                    self._prober.enter(source)
             elif isinstance(leaf, Tensor):
                 self.given.append((index, position))
                 if leaf.requires_grad:

@@ -130,8 +130,6 @@ def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomp
         with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
             found = traced.recompute(part)
         if alone.error is not None:
-            if len(part) > 1:
-                raise alone.error
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
             found = traced.recompute([*part, (part[0] + 1) % size])
         yield found
