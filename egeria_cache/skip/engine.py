@@ -708,7 +708,8 @@ class SkipEngine:
             if (before := before_in_sequence(self.model, self.boundary, own)) is not None:
                 self._held.extend(before)
             elif not are_alike(self.model.modules()):
-                self._dry_run(self.boundary, call).hold()
+                with Attempt():  # if it is the model's own error, its forward raises it again
+                    self._dry_run(self.boundary, call).discover()
             self.host.note("proof", time.perf_counter() - started)
             self._is_held = True
             self._thaw.watch(self.model, self._held)
@@ -721,7 +722,8 @@ class SkipEngine:
 
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""
-        return self._dry_run(self.frozen, Invocation.of(args, kwargs)).front()
+        steps, around = self._dry_run(self.frozen, Invocation.of(args, kwargs)).discover()
+        return list(dict.fromkeys(step.module for step in steps)), around
 
     def _dry_run(self, boundary: str | None, call: Invocation) -> DryRun:
         assert boundary is not None

@@ -40,7 +40,7 @@ PLACES = {
     "skip.engine": "address prefix_tensors reached tell_modes",
     "skip.prove.auto.AutoBoundary": "follow _computes_features",
     "skip.prove.probe.Prober": "run",
-    "skip.prove.dry_run.DryRun": "_discover run",
+    "skip.prove.dry_run.DryRun": "discover run",
     "skip.prove.dry_run": "prove",
     "skip.serve.plan.PlanCache": "find",
     "skip.serve.call.Invocation": "key of",

@@ -95,7 +95,7 @@ class DryRun:
         self._weights.looks_closely = True
         try:
             with Attempt() as tried:
-                found, copies = self._discover(), self._copies()
+                found, copies = self.discover(), self._copies()
                 traced = TracedBatch(self.boundary, found, copies, self._surroundings)
                 traced.run_plainly()
                 self._weights.looks_closely = False
@@ -116,26 +116,11 @@ class DryRun:
         refused.__cause__ = error
         return refused
 
-    def front(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules that are called before the boundary returns, and those around it.
-
-        Raises:
-            BoundaryError: It is not called, or trainable.
-        """
-        steps, ancestors = self._discover()
-        return distinct(step.module for step in steps), ancestors
-
     def _copies(self) -> ModelCopies:
         name = cut_otherwise(self.model)
         if name is not None:
             raise ParallelError(self.boundary, name)
         return ModelCopies(self.model, self.forward, self.call, self._weights)
-
-    @uncollected()
-    def hold(self) -> None:
-        """Only take the prefix into inference mode."""
-        with Attempt():  # if it is the model's own error, its forward raises it again
-            self._discover()
 
     @in_turns()
     @uncollected()
@@ -146,7 +131,8 @@ class DryRun:
         with torch.inference_mode(False), torch.enable_grad():
             return self._recorded(self._surroundings.now(), keep_outputs=True)
 
-    def _discover(self) -> tuple[list[CallRecord], list[nn.Module]]:
+    @uncollected()
+    def discover(self) -> tuple[list[CallRecord], list[nn.Module]]:
         """Record the calls with the prefix in inference mode, as it will be from now on; return the
         steps of the prefix, and the modules around it.
         """
@@ -175,7 +161,7 @@ class DryRun:
         rows = [] if self.call.why_not is not None else list(range(self.call.batch.size))
 
         def run(rows: list[int]) -> tuple[Recorder, list[Any]]:
-            recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().only()
+            recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().fresh()
             # A gradient that is asked of an input trains nothing before the boundary.
             given = tree_map_only(Tensor, Tensor.detach, model_copy.arguments(copied.call, rows))
             world.restore(for_a_copy=True)
@@ -209,9 +195,8 @@ class DryRun:
         module = self.model.get_submodule(self.boundary)
         if any(call.module is module for call in recorder.calls):
             return False
-        drawing = [-1, *range(len(recorder.calls))]
-        candidates = [recorder.calls[i].module if i >= 0 else self.model for i in drawing
-                      if i in recorder.drew]  # fmt: skip
+        drawing = sorted(recorder.drew)
+        candidates = [recorder.calls[i].module if i >= 0 else self.model for i in drawing]
         around = [m for m in candidates if m.training and any(n is module for n in m.modules())]
         return self.held.extend_around(self.model.get_submodule(self.frozen), around)
 

@@ -116,23 +116,11 @@ class ModelCopies:
         Args:
             change: Gives what it has in place of each parameter, buffer and input.
         """
-        copier, first = Copier(self._root[0], change=change), self._copier.of
-        return self._made(copier(self._root), lambda value: copier.of(first(value)))
-
-    def fresh_call(self) -> Invocation:
-        """Return a new copy of the call alone."""
-        return self._called(*Copier(self._root[0])(self._root[2:]))
-
-    def only(self) -> ModelCopy:
-        """Return the copy that others would be made of, where there are to be none."""
-        return self._made(self._root, self._copier.of)
-
-    def _made(self, root: tuple[Any, ...], of: Callable[[Any], Any]) -> ModelCopy:
-        _, forward, *call = root
-        return ModelCopy(self.model.modules(), forward, self._called(*call), self._weights, of)
-
-    def _called(self, leaves: list[Any], given: Any) -> Invocation:
-        return dataclasses.replace(self.call, leaves=leaves, given=given, lent=[])
+        copier, first = Copier(self.first, change=change), self._copier.of
+        _, forward, leaves, given = copier(self._root)
+        call = dataclasses.replace(self.call, leaves=leaves, given=given, lent=[])
+        modules, weights = self.model.modules(), self._weights
+        return ModelCopy(modules, forward, call, weights, lambda value: copier.of(first(value)))
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:

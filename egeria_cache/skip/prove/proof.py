@@ -52,7 +52,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             name = traced.names[id(module)]
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
-    traced.called.call = traced.copies.fresh_call()
+    traced.called.call = traced.copies.fresh().call
     followed = traced.recompute(copied=traced.called, goes_on=True)
     seen = probe.observe(traced)
     repeats, trace = Repeats(traced), seen.trace
