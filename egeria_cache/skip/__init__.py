@@ -17,7 +17,7 @@ from egeria_cache.skip.model.calls import Recorder, intercept
 from egeria_cache.skip.model.entered import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
 from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
-from egeria_cache.skip.prove.auto import blocks, holds_stage
+from egeria_cache.skip.prove.dry_run import blocks, holds_stage
 from egeria_cache.skip.serve.cut import Cut, Step
 from egeria_cache.skip.serve.trace import leaves_behind
 

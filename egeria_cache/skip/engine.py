@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
@@ -29,8 +28,7 @@ from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
-from egeria_cache.skip.prove.auto import AutoBoundary
-from egeria_cache.skip.prove.dry_run import DryRun, before_in_sequence
+from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
@@ -518,7 +516,16 @@ class SkipEngine:
             self.host.failed(error, call.batch)
             raise
         if isinstance(found, BoundaryError):
-            return self._refused_first(key, found, call)
+            is_evaluation = self._is_evaluation()
+            output = self._plainly(
+                call
+            )  # an error of its own is the loop's: the next call is tried
+            self._plans.refuse(key)
+            if is_evaluation:
+                log.info("an evaluation is computed: %s", found)
+            else:
+                self._tell_refused(found)
+            return output
         (plan, proved), plainly = found, time.perf_counter()
         output, capture = replay.full(self._once, plan, call)
         started += time.perf_counter() - plainly
@@ -551,17 +558,6 @@ class SkipEngine:
 
     def _is_evaluation(self) -> bool:
         return not self.model.training and any(self._plans.all())
-
-    def _refused_first(self, key: tuple[Any, ...], error: BoundaryError, call: Invocation) -> Any:
-        """Compute the batch on which the model could not be cut, and say why."""
-        is_evaluation = self._is_evaluation()
-        output = self._plainly(call)  # an error of its own is the loop's: the next call is tried
-        self._plans.refuse(key)
-        if is_evaluation:
-            log.info("an evaluation is computed: %s", error)
-        else:
-            self._tell_refused(error)
-        return output
 
     def _share_padding(self, plan: ReplayPlan) -> None:
         """What training has shown of how the loop reads padding holds in its evaluations as well,
@@ -968,13 +964,13 @@ class SkipEngine:
     def _watched(self, plan: ReplayPlan, call: Invocation, output: Any) -> Any:
         if self._padding_unread or plan.growth is None:
             return output
-        found = partial(self._reads_padding, plan)
-        return watched(plan.growth, call, output, found)
 
-    def _reads_padding(self, plan: ReplayPlan) -> None:
-        """The gradient of the loss comes from padding too: serve nothing like this any more."""
-        if any(known.cut is plan.cut for known in self._plans.all()):
-            self._refuse(plan.key, PaddingError.reads_padding(plan.boundary, "the loss"))
+        def found() -> None:
+            """The gradient of the loss comes from padding too: serve nothing like it any more."""
+            if any(known.cut is plan.cut for known in self._plans.all()):
+                self._refuse(plan.key, PaddingError.reads_padding(plan.boundary, "the loss"))
+
+        return watched(plan.growth, call, output, found)
 
     def _refuse(self, key: tuple[Any, ...], error: BoundaryError) -> None:
         self._plans.drop(key)

@@ -38,7 +38,7 @@ PLACES = {
     "samples.source.LoaderSource": "draws_at identify why_not_cacheable _look_at",
     "samples.collation.Study": "alone look_for_padding",
     "skip.engine": "address prefix_tensors reached tell_modes",
-    "skip.prove.auto.AutoBoundary": "follow _computes_features",
+    "skip.prove.dry_run.AutoBoundary": "follow _computes_features",
     "skip.prove.probe.Prober": "run",
     "skip.prove.dry_run.DryRun": "discover run",
     "skip.prove.dry_run": "prove",
@@ -117,7 +117,7 @@ def traces(script, place, after):
 @pytest.mark.parametrize("place", CASES)
 @pytest.mark.parametrize("after", [0, 5])
 def test_whatever_fails_beside_the_loop_the_training_is_the_same(place, after):
-    boundary = "auto" if "auto" in place else "middle"
+    boundary = "auto" if "Auto" in place else "middle"
     script = functools.partial(train, boundary=boundary)
     plain, cached, num_calls = traces(script, place, after)
     assert num_calls, "it is never called"

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,6 @@ from egeria_cache.skip.serve.trace import PrefixTrace, bytes_of
 from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
 from egeria_cache.skip.state.quiet import quietly_in
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
-
-_T = TypeVar("_T")
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -304,12 +302,29 @@ def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
 def note_reads(
     traced: TracedBatch, plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Module, str]]
 ) -> None:
-    """Note what the prefix reads beside tensors: modules behind the boundary of which it reads an
-    attribute, or the mode, and which attributes of those and of the modules around it; not what
-    that code moves itself, a counter, as no activation depends on it: that was shown.
+    """Note what the prefix makes use of beside its modules' own tensors and the batch.
+
+    Class tokens, constants; modules behind the boundary of which it reads an attribute, or the
+    mode, and which attributes of those and of the modules around it; not what that code moves
+    itself, a counter, as no activation depends on it: that was shown.
+
+    Raises:
+        BoundaryError: Not only code around the modules draws random numbers, to no effect, as it
+            will in a hit.
     """
-    if seen.trace is not None:
-        plan.operators, plan.until = seen.trace.operators, seen.trace.until
+    trace, steps = seen.trace, plan.steps
+    if trace is None:  # compiled code cannot be traced: take all that is near
+        near = {id(module) for module in plan.ancestors}
+        plan.reads = [named for named in traced.known if id(named[1]) in near]
+    else:
+        skipped = {i for i, step in enumerate(steps) if not step.run}
+        is_read = {key for key, by in trace.read.items() if not by.isdisjoint(skipped | {-1})}
+        frozen = (named for named in traced.known if not named[2].requires_grad)
+        plan.reads = [named for named in frozen if id(named[2]) in is_read]
+        plan.operators, plan.until = trace.operators, trace.until
+        plan.draws |= bool(trace.draws)
+        if drawing := [index for index in trace.draws if index in skipped]:
+            raise BoundaryError.impure(plan.boundary, trace.describe_draws(drawing[0]))
     read = {owner for owner, key in seen.noted if key == "training" or _may_count(key)}
     around = set(map(id, traced.ancestors))
     plan.others = [one for one in traced.not_skipped() if id(one) in read - around]
@@ -364,78 +379,56 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     return type.__new__(meta, cls.__name__, (cls,), own)
 
 
-def free_arguments(traced: TracedBatch, plan: ReplayPlan) -> frozenset[int]:
-    """Return the positions of arguments that nothing before the boundary reads.
+def note_unused(traced: TracedBatch, plan: ReplayPlan, seen: Observed) -> None:
+    """Note what the prefix computes the same without: where it cannot be read on a copy, all of it
+    or each by itself.
 
-    Numbers and strings, and tensors that no loader vouches for: boxes, say, for the loss alone, or
-    what is passed on to every layer and read by none. Another value that changes nothing would not
-    do: `if epoch > 10`.
+    Of arguments numbers, strings, and tensors that no loader vouches for: boxes, say, for the loss
+    alone, or what is passed on to every layer and read by none. Another value that changes nothing
+    would not do: `if epoch > 10`. And numbers of modules that are not skipped (an epoch, a schedule
+    of the head's) which are read before the boundary returns.
     """
-    found = [
+    leaves, tagged = traced.call.leaves, traced.call.tagged
+    found: list[Any] = [
         i
-        for i, leaf in enumerate(traced.call.leaves)
-        if type(leaf) in (int, float, str)
-        or (isinstance(leaf, Tensor) and i not in traced.call.tagged)
+        for i, leaf in enumerate(leaves)
+        if type(leaf) in (int, float, str) or (isinstance(leaf, Tensor) and i not in tagged)
     ]
-
-    def hide(copied: ModelCopy, scene: placeholder.Scene, position: int) -> None:
-        leaves = copied.call.leaves
-        leaf = leaves[position]
-        if isinstance(leaf, Tensor):
-            longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
-            source = frozenset({Source("argument", "", position)})
-            leaves[position] = Placeholder.of(longer, source, scene)
-        else:
-            leaves[position] = _unreadable(type(leaf))
-
-    return frozenset(_unused(traced, plan, found, hide, list(range(traced.size))))
-
-
-def free_attributes(traced: TracedBatch, plan: ReplayPlan) -> frozenset[tuple[int, str]]:
-    """Return which numbers of modules that are not skipped (an epoch, a schedule of the head's) are
-    read before the boundary returns, and nothing that it computes makes use of them.
-    """
-    named = [(module, key) for _, module, keys in plan.around() for key in keys]
-    found = [pair for pair in named if type(vars(pair[0]).get(pair[1])) in (int, float)]
-
-    def hide(copied: ModelCopy, _: placeholder.Scene, pair: tuple[nn.Module, str]) -> None:
-        module, key = pair
-        setattr(copied.of(module), key, _unreadable(type(vars(module)[key])))
-
+    if seen.trace is not None and not seen.trace.branches:  # else a value may decide it
+        named = ((module, key) for _, module, keys in plan.around() for key in keys)
+        found += [one for one in named if type(vars(one[0]).get(one[1])) in (int, float)]
     for rows in ([0, traced.size - 1], list(range(traced.size))):
-        found = _unused(traced, plan, found, hide, rows)
-    return frozenset((id(module), key) for module, key in found)
+        known = traced.recompute(rows) if found else None
+        if known is not None and not _is_same_without(traced, plan, known, found):
+            apart = found if len(found) > 1 else []
+            found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
+    plan.free = frozenset(one for one in found if type(one) is int)
+    plan.attributes -= {(id(one[0]), one[1]) for one in found if type(one) is tuple} - seen.really
+    for position in plan.free & plan.pinned.keys():
+        del plan.pinned[position]
 
 
-def _unused(
-    traced: TracedBatch,
-    plan: ReplayPlan,
-    candidates: list[_T],
-    hide: Callable[[ModelCopy, placeholder.Scene, _T], None],
-    rows: list[int],
-) -> list[_T]:
-    """Return what the prefix computes the same without on these rows: where none of the candidates
-    can be read on a copy, or else one of them.
-    """
-    if not candidates:
-        return []
-    known = traced.recompute(rows)
-
-    def is_same(hidden: list[_T]) -> bool:
-        copied = traced.copies.fresh()
-        scene = copied.scene(plan)
-        for one in hidden:
-            hide(copied, scene, one)
-        with Attempt() as tried:
-            other = traced.recompute(rows, copied=copied)
-            alike = not placeholders(other.leaves) and same_parts(plan, known, other)
-            check_constants([other], plan)
-        scene.finished = True
-        return tried.error is None and alike
-
-    if is_same(candidates):
-        return candidates
-    return [one for one in candidates if len(candidates) > 1 and is_same([one])]
+def _is_same_without(
+    traced: TracedBatch, plan: ReplayPlan, known: Recomputed, hidden: list[Any]
+) -> bool:
+    """Whether the prefix computes the same where these arguments and attributes cannot be read."""
+    copied = traced.copies.fresh()
+    scene, leaves = copied.scene(plan), copied.call.leaves
+    for one in hidden:
+        if type(one) is tuple:
+            setattr(copied.of(one[0]), one[1], _unreadable(type(vars(one[0])[one[1]])))
+        elif isinstance(leaf := leaves[one], Tensor):
+            longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
+            source = frozenset({Source("argument", "", one)})
+            leaves[one] = Placeholder.of(longer, source, scene)
+        else:
+            leaves[one] = _unreadable(type(leaf))
+    with Attempt() as tried:
+        other = traced.recompute(known.rows, copied=copied)
+        alike = not placeholders(other.leaves) and same_parts(plan, known, other)
+        check_constants([other], plan)
+    scene.finished = True
+    return tried.error is None and alike
 
 
 def _unreadable(kind: type) -> Any:

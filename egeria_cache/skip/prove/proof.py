@@ -16,7 +16,6 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.prove import probe, purity
 from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
 from egeria_cache.skip.prove.model_copy import ModelCopy, trainable
@@ -80,15 +79,9 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     purity.check_constants(parts, plan)
     plan.own = dict(_own_constants(traced, repeats, plan))
     plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
-    plan.reads = _reads(traced, plan, trace)
     plan.draws = any(part.drew for part in parts)
-    _check_draws(plan, trace)
     probe.note_reads(traced, plan, seen, repeats.moving)
-    if trace is not None and not trace.branches:  # where a value decides, others might read them
-        plan.attributes -= probe.free_attributes(traced, plan) - seen.really
-    plan.free = probe.free_arguments(traced, plan)
-    for position in plan.free & plan.pinned.keys():
-        del plan.pinned[position]
+    probe.note_unused(traced, plan, seen)
     mixed = set(map(id, traced.call.batch.mixed.values()))
     if any(id(traced.call.leaves[position]) in mixed for position in plan.pinned):
         raise BatchError(traced.call.batch.why_mixed)  # no sample has it as its own
@@ -232,29 +225,6 @@ def _own_constants(
         if not is_lazy(own) and overlap(leaf, own.detach()):
             place = leaf.shape, leaf.stride(), leaf.storage_offset()
             yield (i, j), tensor.detach().as_strided(*place)
-
-
-def _reads(traced: TracedBatch, plan: ReplayPlan, trace: PrefixTrace | None) -> list[Named]:
-    """Return what the prefix reads outside of its modules: class tokens, constants."""
-    if trace is None:  # compiled code cannot be traced: take all that is near
-        near = {id(module) for module in plan.ancestors}
-        return [named for named in traced.known if id(named[1]) in near]
-    skipped = {i for i, step in enumerate(plan.steps) if not step.run} | {-1}
-    return [
-        named
-        for named in traced.known
-        if trace.read.get(id(named[2]), set()) & skipped and not named[2].requires_grad
-    ]
-
-
-def _check_draws(plan: ReplayPlan, trace: PrefixTrace | None) -> None:
-    """Only code around the modules may draw random numbers, to no effect: a hit runs it, too."""
-    if trace is None:
-        return
-    plan.draws |= bool(trace.draws)
-    for index in trace.draws:
-        if index >= 0 and not plan.steps[index].run:
-            raise BoundaryError.impure(plan.boundary, trace.describe_draws(index))
 
 
 def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
