@@ -126,13 +126,9 @@ class BatchTensor(Tensor):
         return take_rows(self.full(), self.fold.mask(mask))
 
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
-        """Return the result of an operation on leaves of a batch, this one among them.
-
-        Raises:
-            LookupError: They are no longer what they should be.
-        """
-        data = _held(parts)
-        result, first = op.apply(data), parts[0]
+        """Return the result of an operation on leaves of a batch, this one among them."""
+        data, first = [part.full() for part in parts], parts[0]
+        result = op.apply(data)
         if result is data[0]:
             return first
         known = first._vouched if len(parts) == 1 else None
@@ -146,12 +142,8 @@ class BatchTensor(Tensor):
         return result
 
     def _apply_in_place(self, op: Op, parts: Sequence[BatchTensor]) -> None:
-        """Do an operation to the data itself.
-
-        Raises:
-            LookupError: They are no longer what they should be, and nothing was done.
-        """
-        data = _held(parts)
+        """Do an operation to the data itself."""
+        data = [part.full() for part in parts]
         op.call(data)
         self.chain = (*self.chain, op)
         self._vouched = Vouched(data[0], by_content=self.batch.may_be_stored)
@@ -214,23 +206,17 @@ class BatchTensor(Tensor):
         chosen = selected_rows(func, args, kwargs, self)
         if chosen is None:
             return None
-        parts = [self._select(rows, part) for rows, part in chosen.parts]
-        if any(part is None for part in parts):
+        if self.fold != Fold():
             return NotImplemented
+        parts = [self._select(rows, part) for rows, part in chosen.parts]
         if chosen.rest is not None:
             return _recorded(Tensor.__getitem__, (parts[0], chosen.rest), {})
         return tuple(parts) if chosen.is_tuple else parts[0]
 
-    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
+    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor:
         """Return these rows as a batch of their own; `part` takes them from a tensor."""
-        data = self.full()
-        if not self._vouched.holds(data) or self.fold != Fold():
-            return None
-        return loaded_tensor(part(data), self.batch.select(rows), self.leaf, self.raw, self.chain)
-
-    @property
-    def _looks_intact(self) -> bool:
-        return self._vouched.unchanged(self)
+        data, batch = part(self.full()), self.batch.select(rows)
+        return loaded_tensor(data, batch, self.leaf, self.raw, self.chain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)
@@ -316,12 +302,6 @@ class AbsentTensor(BatchTensor):
             return data is None or self._vouched.holds(data)
 
     @property
-    def _looks_intact(self) -> bool:
-        if self._alias is not None and not _holds(self._alias[0], self._alias[2]):
-            return False
-        return self._full is None or self._vouched.unchanged(self._full)
-
-    @property
     def described(self) -> Tensor:
         """A meta tensor of the same shape, dtype and strides."""
         return self._meta
@@ -346,8 +326,6 @@ class AbsentTensor(BatchTensor):
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         if self._full is not None:
             return super()._apply(op, parts)
-        if not all(part.holds() for part in parts):
-            raise LookupError("a leaf was written to")
         first, device = parts[0], op.device or self.device
         misses = None
         if self._misses is not None:
@@ -369,14 +347,10 @@ class AbsentTensor(BatchTensor):
             self._is_shared = True
         return first._followed(op, result)
 
-    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor | None:
-        if self._full is not None:
-            return super()._select(rows, part)
-        if not self.holds() or self.fold != Fold():
-            return None
+    def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor:
         batch, mask = self.batch.select(rows), self.batch.absent
         assert mask is not None
-        if batch.absent is None:  # misses alone: they are all there
+        if self._full is not None or batch.absent is None:  # misses alone: they are all there
             return super()._select(rows, part)
         meta, misses = part(self._meta), None
         if self._misses is not None and not mask[rows].all():
@@ -394,8 +368,6 @@ class AbsentTensor(BatchTensor):
             self.full()
             super()._apply_in_place(op, parts)
             return
-        if not all(part.holds() for part in parts):
-            raise LookupError("a leaf was written to")
         if self._misses is not None:
             self._misses = op.apply([part.misses() for part in parts])
             self._vouched = Vouched(self._misses)
@@ -442,7 +414,7 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if is_first and func in _GIVES_THE_MEMORY and not first.is_cpu:
         first._vouched.let_go()  # what is written to it elsewhere, nobody sees
     batch = first.batch
-    if any(part.batch is not batch or not part._looks_intact for part in found):
+    if any(part.batch is not batch or not part.holds() for part in found):
         return NotImplemented
     if len(found) > 1 and batch.lengths is not None:
         return NotImplemented  # padding would have to be told of each
@@ -481,13 +453,6 @@ def _slots(value: Any, found: list[BatchTensor]) -> Any:
     if type(value) is dict:
         return {name: _slots(item, found) for name, item in value.items()}
     return value
-
-
-def _held(parts: Sequence[BatchTensor]) -> list[Tensor]:
-    data = [part.full() for part in parts]
-    if not all(part._vouched.holds(own) for part, own in zip(parts, data, strict=True)):
-        raise LookupError("a leaf was written to")
-    return data
 
 
 def loaded_tensor(
