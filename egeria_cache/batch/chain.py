@@ -95,18 +95,9 @@ class Leaf(NamedTuple):
 class Slot(int):
     """Stands for a leaf among the arguments of an operation: the first is 0."""
 
-    def __repr__(self) -> str:
-        return f"x{int(self)}"
 
-
-class _Rows:
-    """Stands for the number of rows among an operation's arguments."""
-
-    def __repr__(self) -> str:
-        return "B"
-
-
-ROWS = _Rows()
+ROWS = Slot(-1)
+"""Stands for the number of rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +232,7 @@ def derived(
 
 _PLAIN = (
     bool, int, float, complex, str, slice, type(None), type(...), np.number, torch.dtype,
-    torch.memory_format, _Rows,
+    torch.memory_format,
 )  # fmt: skip
 
 
@@ -280,9 +271,7 @@ _PRINTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _filled(value: Any, leaves: Sequence[Tensor]) -> Any:
     if isinstance(value, Slot):
-        return leaves[value]
-    if value is ROWS:
-        return leaves[0].shape[0]
+        return leaves[0].shape[0] if value is ROWS else leaves[value]
     if isinstance(value, Tensor) and value.device != leaves[0].device and value.dim():
         return value.to(leaves[0].device)
     return tuple(_filled(item, leaves) for item in value) if isinstance(value, tuple) else value
