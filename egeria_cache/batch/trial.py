@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import chain
-from egeria_cache.batch.batch import is_dense
+from egeria_cache.batch.batch import geometry, is_dense
 from egeria_cache.pystate import RandomState
 from egeria_cache.threads import in_turns, without_modes
 
@@ -206,11 +206,9 @@ class _Trial:
         is_one = isinstance(result, Tensor)
         tensors = [result] if is_one else list(result)
         self._kind = None if is_one else type(result)
-        if not all(map(_is_plain, tensors)):
-            return None
-        if len(given) > 1 and any(tensor._is_view() for tensor in tensors):
-            return None
-        return tensors
+        are_plain = all(is_dense(one) and one.dim() and not one.requires_grad for one in tensors)
+        is_apart = len(given) == 1 or not any(tensor._is_view() for tensor in tensors)
+        return tensors if are_plain and is_apart else None
 
     def _given(self, rows: Sequence[int], scale: float) -> list[Tensor]:
         loaded = {}
@@ -235,7 +233,7 @@ class _Trial:
         result = self._op.call(given)
         is_one = self._op.writes or self._kind is None
         described = [given[0] if self._op.writes else result] if is_one else list(result)
-        return [_geometry(t) for t in described] == [_geometry(t) for t in whole]
+        return [*map(geometry, described)] == [*map(geometry, whole)]
 
 
 def _fold(whole: Tensor, singles: Sequence[Tensor], size: int) -> chain.Fold | None:
@@ -291,17 +289,8 @@ def _strided(raw: chain.Raw, size: int, device: torch.device) -> Tensor:
     return torch.empty((size, *shape[1:]), dtype=dtype, device=device)
 
 
-def _is_plain(value: Any) -> bool:
-    is_tensor = type(value) is Tensor and is_dense(value) and value.dim() > 0
-    return is_tensor and not value.requires_grad
-
-
 def _state(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor._version, tensor.data_ptr(), *_geometry(tensor)
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor._version, tensor.data_ptr(), *geometry(tensor)
 
 
 @lru_cache(maxsize=1024)
