@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import math
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +31,6 @@ from egeria_cache.version import __version__
 __all__ = ["main"]
 
 HEALTHY, DAMAGED, BAD_ARGUMENTS = 0, 1, 2
-OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 STREAM = "-"
 """Stands for standard input or output."""
 _LISTED = {
@@ -45,14 +42,8 @@ Told = tuple[int, Any, list[str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
-        if not arguments:
-            _parser().print_help()
-            return HEALTHY
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(arguments or ["--help"])
         makes_directory = options.run is unpack
         code, content, lines = options.run(
             options, {} if makes_directory else store.survey(options.directory)
@@ -194,11 +185,6 @@ def ls(options: argparse.Namespace, report: Report) -> Told:
     of_limit = f" of {size(limit)} ({used / limit:.0%})" if limit else ""
     lines = _table(_LISTED, rows) if rows else []
     lines.append(f"{count} generation{'s' * (count != 1)}, {size(used)}{of_limit}")
-    if options.directory.stat().st_mode & OTHERS_MAY_WRITE:
-        lines.append(
-            "others may write to this directory, so that training refuses it: chmod go-w "
-            f"{options.directory}"
-        )
     return HEALTHY if report["healthy"] else DAMAGED, report, lines
 
 

@@ -75,7 +75,7 @@ MUTATIONS = {
         caught_by="tests/hostile/test_prefix.py",
     ),
     "checksums of records are not compared": Mutation(
-        file="egeria_cache/store/records/record.py",
+        file="egeria_cache/store/record.py",
         old="    if ends[-1] != size or checksum != expected:\n",
         new="    if ends[-1] != size:\n",
         caught_by="tests/store/test_records.py",

@@ -134,7 +134,7 @@ class ActivationCache:
         overlap = 0.95 if runs_late(device_of(model)) else 0.5
         policy = ServingPolicy(
             settings["gate"], overlap, is_stored=self._store.was_used,
-            writing_s=partial(getattr, self._store, "writing_s"),
+            writing_s=partial(getattr, self._store.writer, "work_s"),
         )  # fmt: skip
         self._status = status = Status(policy)
         self._readers = ReaderThreads()
@@ -146,7 +146,8 @@ class ActivationCache:
         self._moves = Boundary(self._engine, status)
         self.api = LoaderApi(
             status, self._moves, host, self._readers, self.directory,
-            ring_batches=settings["ring_batches"], stats=self.stats, gather=self._store.gather,
+            ring_batches=settings["ring_batches"], stats=self.stats,
+            gather=self._store.writer.gather,
         )  # fmt: skip
         """What its loaders ask; no part of what a user needs."""
         forget_trials()

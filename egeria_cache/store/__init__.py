@@ -5,11 +5,10 @@ never knows what a model, a loader or a boundary is: a generation is named by fi
 gave it, and a record holds named tensors.
 
 A generation is one LMDB environment. The way of a read: `store` > `generation` > `reader` > a view
-of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `records`
-> `codecs`; of a write: `generation` > `writer` > `records` > a commit of `disk/files`. `disk` has
+of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `record`
+> `codecs`; of a write: `generation` > `writer` > `record` > a commit of `disk/files`. `disk` has
 the files: the directory, its limit and its locks (`place`), what a generation is (`manifest`),
-LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: what a directory
-holds (`survey`), and a generation as one stream (`parcel`).
+LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: `report`.
 """
 
 from egeria_cache.store.disk.manifest import (
@@ -22,10 +21,9 @@ from egeria_cache.store.disk.manifest import (
 from egeria_cache.store.disk.place import remove_generations
 from egeria_cache.store.generation import Generation, Located
 from egeria_cache.store.native import kernel
-from egeria_cache.store.parcel import pack, unpack
 from egeria_cache.store.reader import NotInMemoryError
+from egeria_cache.store.report import Report, contents, pack, survey, unpack, verify
 from egeria_cache.store.store import ActivationStore
-from egeria_cache.store.survey import Report, contents, survey, verify
 
 __all__ = [
     "ROOT_FORMAT", "ActivationStore", "DamagedError", "Generation", "Located", "Manifest",

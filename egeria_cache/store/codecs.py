@@ -114,7 +114,9 @@ class Coder:
         self, numbers: npt.NDArray[Any], elements: Elements, *, rotates: bool = True
     ) -> bytes:
         width, floating = elements
-        planes = cut(numbers, (width, floating and rotates))
+        if floating and rotates:  # sign to the lowest bit: the exponent fills the highest plane
+            numbers = (numbers << 1) | (numbers >> (8 * width - 1))
+        planes = [(numbers >> position).astype(f"<u{size}") for size, position in GROUPS[width]]
         heads, blocks = [], []
         for plane in planes:
             highest = floating and plane is planes[-1]
@@ -164,14 +166,6 @@ def decode(stored: Any, codec: int, out: Bytes, elements: Elements) -> None:
         raise CodecError(f"not what was promised: {problem}")
     else:
         raise NeedsKernelError("split records are read by the compiled kernel alone")
-
-
-def cut(numbers: npt.NDArray[Any], elements: Elements) -> list[npt.NDArray[Any]]:
-    """Return the planes, lowest first, each of the shape of `numbers`."""
-    width, floating = elements
-    if floating:  # sign to the lowest bit: the exponent then fills the highest plane alone
-        numbers = (numbers << 1) | (numbers >> (8 * width - 1))
-    return [(numbers >> position).astype(f"<u{size}") for size, position in GROUPS[width]]
 
 
 # -- lossy storage ---------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, 
 from egeria_cache.store.disk.manifest import GoneError, Manifest
 from egeria_cache.store.disk.place import FULL, Budget
 from egeria_cache.store.reader import read
-from egeria_cache.store.records.keys import SampleId, Variants, encode_keys, superseded
-from egeria_cache.store.records.record import Encoded, Rows, choose_codec, encode_rows
+from egeria_cache.store.record import Encoded, Rows, choose_codec, encode_rows
+from egeria_cache.store.schema import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
 
@@ -316,14 +316,12 @@ class Generation:
         num_new, num_stored = self.take(records, Totals(raw_bytes, 0, error, self._codec))
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
-            if "limit" not in self._said:
-                self._said.add("limit")
-                logger.warning(
-                    "%s has reached its limit of %.3g MB: samples that are not stored yet are "
-                    "computed in every epoch; raise limit=, or make room with "
-                    "`cache-inspect %s prune`",
-                    self._budget.directory, self._budget.limit_bytes / 1e6, self._budget.directory,
-                )  # fmt: skip
+            where, limit = self._budget.directory, self._budget.limit_bytes / 1e6
+            self._warn(
+                f"{where} has reached its limit of {limit:.3g} MB: samples that are not stored yet "
+                f"are computed in every epoch; raise limit=, or make room with `cache-inspect "
+                f"{where} prune`", about="limit",
+            )  # fmt: skip
         return num_stored, num_rows - len(records) + num_new - num_stored
 
     def _encode(self, job: Job, error: LossyError, before: Sequence[Encoded]) -> Encoded:
@@ -357,6 +355,7 @@ class Generation:
             ValueError: Others have stored records of another layout.
             OSError: The disk is full, or fails.
         """
+        self._files.check_present()
         with self._budget.locked():
             return self._files.store(records, told, self._budget.make_room)
 
@@ -427,11 +426,6 @@ class Generation:
 
     def _pause(self, error: Exception) -> None:
         """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
-        try:
-            self._files.check_present()
-        except StoreError as gone:
-            self._end(str(gone))
-            return
         self._write_again_at = time.monotonic() + RETRY_S
         full = isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
         why = f"no space left on the disk ({error})" if full else str(error) or repr(error)
@@ -441,8 +435,8 @@ class Generation:
         if self._stop(reason):
             self._warn(f"no longer used: {reason}")
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, *, about: str = "trouble") -> None:
         with self._lock:
-            warned, self._said = "warning" in self._said, {*self._said, "warning"}
+            warned, self._said = about in self._said, {*self._said, about}
         if not warned:
             logger.warning("cache generation %s: %s; training goes on", self.name, message)

@@ -21,8 +21,7 @@ from torch import Tensor
 from egeria_cache.store.codecs import NeedsKernelError, unpack
 from egeria_cache.store.disk.files import Entries, GenerationFiles, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
-from egeria_cache.store.records.keys import decode_key
-from egeria_cache.store.records.layout import FieldLayout, Layout, RecordError
+from egeria_cache.store.schema import FieldLayout, Layout, RecordError, decode_key
 
 logger = logging.getLogger("egeria_cache.store")
 

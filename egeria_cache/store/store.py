@@ -105,11 +105,12 @@ class ActivationStore:
         self._generations: dict[str, Generation] = {}
         self._counts = Counts()
         self._budget = place.Budget(self.directory, self.limit_bytes)
-        self._writer = Writer()
+        self.writer = Writer()
+        """Shared by all generations."""
         self._closed = False
         # Dropped without close(), or at the interpreter's exit: the queue is still written.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._writer, self._generations, os.getpid()
+            self, _shut_down, self.writer, self._generations, os.getpid()
         )
 
     # -- generations ------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class ActivationStore:
                 opened = self._open_files(directory, manifest)
             self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
-            *opened, writer=self._writer, budget=self._budget, counts=self._counts,
+            *opened, writer=self.writer, budget=self._budget, counts=self._counts,
             codec=self._codec, storage=self._storage, num_expected=num_expected,
         )  # fmt: skip
         if aside is not None:
@@ -200,18 +201,7 @@ class ActivationStore:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was handed over is on disk; False on timeout or a dead writer."""
-        return self._writer.flush(timeout_s)
-
-    @property
-    def writing_s(self) -> float:
-        """Processor time that the writer's thread has taken so far."""
-        return self._writer.work_s
-
-    def gather(self, gathers: bool) -> None:
-        """Let batches wait to be committed with others, as long as nobody reads them soon; or no
-        more, and what waits is committed now.
-        """
-        self._writer.gather(gathers)
+        return self.writer.flush(timeout_s)
 
     def stats(self) -> StoreStats:
         """Return counts and sizes."""
@@ -232,7 +222,7 @@ class ActivationStore:
         again after it was interrupted.
         """
         self._closed = True
-        _shut_down(self._writer, self._generations, os.getpid(), timeout_s)
+        _shut_down(self.writer, self._generations, os.getpid(), timeout_s)
         self._finalizer.detach()
 
     def __enter__(self) -> ActivationStore:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from egeria_cache.device import Event
 from egeria_cache.ragged import PaddedRows
-from egeria_cache.store.records.record import Rows
+from egeria_cache.store.record import Rows
 from egeria_cache.threads import compute_on_one_core
 
 logger = logging.getLogger("egeria_cache.store")

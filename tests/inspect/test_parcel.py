@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from egeria_cache.inspect import main
 from egeria_cache.store import ActivationStore, DamagedError, pack, unpack
-from egeria_cache.store import parcel as parcel_module
+from egeria_cache.store import report as parcel_module
 from tests.helpers.stored import damage_a_record
 
 FIELDS = {"boundary": "layer1", "use": "parcel"}

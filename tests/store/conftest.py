@@ -16,7 +16,7 @@ from torch import Tensor
 from egeria_cache.store import native
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.native import SWITCH, Kernel, kernel
-from egeria_cache.store.records.keys import encode_keys
+from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 
 DEADLINE_S = 60

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from egeria_cache.store import NotInMemoryError, native
 from egeria_cache.store.codecs import Codec, CodecError, Coder, decode
 from egeria_cache.store.native import SWITCH, kernel
-from egeria_cache.store.records.keys import encode_keys
+from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import damage, entries_of, keep
 

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from egeria_cache.store.codecs import Codec, CodecError, Coder
 from egeria_cache.store.codecs import decode as decode_bytes
-from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.layout import (
+from egeria_cache.store.record import choose_codec, encode_rows, open_record
+from egeria_cache.store.schema import (
     DTYPES,
     FieldLayout,
     Layout,
     RecordError,
     decode_value,
+    encode_keys,
     encode_value,
 )
-from egeria_cache.store.records.record import choose_codec, encode_rows, open_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -34,9 +34,8 @@ from egeria_cache.store.disk.place import (
     remove_directory,
 )
 from egeria_cache.store.native import SWITCH, kernel
-from egeria_cache.store.parcel import pack
-from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.survey import contents, survey, verify
+from egeria_cache.store.report import contents, pack, survey, verify
+from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -425,7 +424,7 @@ def test_a_dead_writer_drops_writes_and_still_reads(store, monkeypatch, caplog):
     die = Mock(side_effect=SystemError("the thread is killed"))
     monkeypatch.setattr(store._own().real, "commit", die)
     store.put_batch([2], rows([2]))
-    store._writer._thread.join(DEADLINE_S)
+    store.writer._thread.join(DEADLINE_S)
     assert not store.flush(timeout_s=DEADLINE_S)
     assert not store.put_batch([3], rows([3]))
     assert assert_right(store, [1, 2, 3]).tolist() == [True, False, False]

@@ -7,8 +7,8 @@ import torch
 from egeria_cache.store.codecs import Codec, Coder
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import Totals
-from egeria_cache.store.records.keys import encode_keys
-from egeria_cache.store.records.record import encode_rows
+from egeria_cache.store.record import encode_rows
+from egeria_cache.store.schema import encode_keys
 from egeria_cache.store.writer import Job
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import counted, keep, random_rows
@@ -153,7 +153,7 @@ def test_what_has_one_shape_in_all_rows_of_a_batch_is_one_tensor(stored):
 def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together):
     rows = rows_of(LENGTHS)["states"]
     with ActivationStore(tmp_path) as store:
-        store.gather(together)
+        store.writer.gather(together)
         store.put_batch(range(len(rows)), {"x": rows})
         assert together or store.flush(30)
         keep(store, [50], {"y": torch.ones(1, 3)})

@@ -49,9 +49,8 @@ class Environment:
     """Tables of LMDB, and a descriptor of their file. Any thread may read; one at a time writes."""
 
     def __init__(
-        self, directory: Path, descriptor: int, *, identity: tuple[int, int], writes: bool,
-        is_shared: bool,
-    ) -> None:  # fmt: skip
+        self, directory: Path, descriptor: int, *, identity: tuple[int, int], writes: bool
+    ) -> None:
         self.descriptor = descriptor
         """Of the file, for reading records."""
         self.writes = writes
@@ -59,7 +58,7 @@ class Environment:
         self._num_users = 0
         """Who opened it, and transactions."""
         self._counting = threading.Lock()
-        self._env = _open_lmdb(directory, writes=writes, is_shared=is_shared)
+        self._env = _open_lmdb(directory, writes=writes)
         try:
             self._env.reader_check()
             self.page_bytes: int = self._env.stat()["psize"]
@@ -95,9 +94,8 @@ class Environment:
                 if one is None:
                     if not vetted and (problem := problem_of(descriptor)):
                         raise DamagedError(f"{directory / DATA_NAME} is damaged: {problem}")
-                    one = _opened[identity] = cls(
-                        directory, descriptor, identity=identity, writes=writes, is_shared=vetted
-                    )
+                    one = cls(directory, descriptor, identity=identity, writes=writes)
+                    _opened[identity] = one
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
@@ -229,7 +227,7 @@ def tree_problem(directory: Path) -> str | None:
         os.close(descriptor)
 
 
-def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Environment:
+def _open_lmdb(directory: Path, *, writes: bool) -> lmdb.Environment:
     """Open by descriptor: LMDB takes no path that is not UTF-8, and follows links."""
     at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     settings: dict[str, Any] = {
@@ -239,15 +237,14 @@ def _open_lmdb(directory: Path, *, writes: bool, is_shared: bool) -> lmdb.Enviro
     }  # fmt: skip
     try:
         if writes:
-            _allocate_lock(directory, is_shared=is_shared)
-        with _past_what_the_parent_opened():
+            # Its mapping is touched, which would kill where the disk has no room for it.
+            lock = open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
             try:
-                return _mapped(settings)
-            except lmdb.Error:
-                if writes:
-                    raise
-                # A directory that nobody here may write to.
-                return _mapped(settings | {"lock": False})
+                os.posix_fallocate(lock, 0, LOCK_BYTES)
+            finally:
+                os.close(lock)
+        with _past_what_the_parent_opened():
+            return _mapped(settings)
     finally:
         os.close(at)
 
@@ -283,19 +280,6 @@ def _past_what_the_parent_opened() -> Iterator[None]:
         yield
     finally:
         _envid.env_keys = keys
-
-
-def _allocate_lock(directory: Path, *, is_shared: bool) -> None:
-    """Give the lock file its blocks: where the disk is full, touching its mapping would kill. What
-    other processes have mapped gets no longer.
-    """
-    descriptor = open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-    try:
-        size = os.fstat(descriptor).st_size
-        size = size if size and is_shared else max(size, LOCK_BYTES)
-        os.posix_fallocate(descriptor, 0, size)
-    finally:
-        os.close(descriptor)
 
 
 _left_behind: list[Environment] = []

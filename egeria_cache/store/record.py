@@ -24,7 +24,7 @@ from torch import Tensor
 from egeria_cache.store import codecs
 from egeria_cache.store.codecs import Codec, CodecError, Coder, LossyError, Storage, decode
 from egeria_cache.store.native import Bytes, kernel
-from egeria_cache.store.records.layout import (
+from egeria_cache.store.schema import (
     FieldLayout,
     Layout,
     RecordError,

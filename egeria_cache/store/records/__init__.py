@@ -1,1 +1,0 @@
-"""Samples as bytes: their keys, and one record for each."""
