@@ -257,7 +257,7 @@ class Assembly:
         Raises:
             EgeriaError: They cannot be told, or a sample is not in its place in the batch.
         """
-        if loaded.lengths is None or loaded.axes != self._source.axes:
+        if loaded.lengths is None or loaded.axes != self._source.study.axes:
             # Loaded before it was known that it has to be.
             rows = np.ones(len(plan.task.ids), bool) if plan.entry is None else ~plan.entry.hit
             loaded = self._source.measure(plan.task.take(rows))

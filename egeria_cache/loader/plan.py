@@ -268,7 +268,7 @@ class Planner:
         )
         together = studies and source.study.company is not None
         loads_hits = together or (studies and source.loads_hits)
-        stored = source.stored_as(draws) if source.is_steady else draws
+        stored = source.stored_as(draws)
         located = map(methodcaller("locate", ids, variant=stored), map(_GENERATION, views))
         places = [*zip(views, located, strict=True)]
         seed = None if seeds_all is None else source.seed
@@ -282,7 +282,7 @@ class Planner:
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))
             if studies and not is_control and (loads_hits or not self.is_read):
                 compares = source.has_own_collate
-                task = task._replace(axes=source.axes, places=together, compares=compares)
+                task = task._replace(axes=source.study.axes, places=together, compares=compares)
             misses, control = task, entry if is_control else None
             entry = None if is_control else entry
             if entry is not None and not loads_hits:

@@ -7,7 +7,8 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -17,17 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from egeria_cache.batch import (
-    Axis,
-    Batch,
-    SampleId,
-    Structure,
-    counting,
-    flatten,
-    is_dense,
-    is_rows,
-    unwrap,
-)
+from egeria_cache import batch as batches
+from egeria_cache.batch import Batch, SampleId, Structure, flatten, is_rows
 from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import Study, same_values
 from egeria_cache.samples.draws import Clock, Draws
@@ -36,6 +28,7 @@ from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededData
 from egeria_cache.samples.task import Loaded, Task
 
 _NUMBERS = itertools.count()
+_LASTING = (str, bytes, int, float, bool, np.generic, type(None))
 RESTLESS = "its data set changes again and again"
 _TRIED_SAMPLES, _TRIED_DRAWS = 4, 2
 """So many samples of a batch are loaded under so many other draws, to see what these change."""
@@ -64,63 +57,55 @@ class BatchContext:
     def select(self, rows: np.ndarray) -> BatchContext:
         """Return the context of some of the samples, given by their positions."""
         counts, own = self.source.counts, self.constants.items()
-        constants = {k: counting(one, len(rows)) if k in counts else one for k, one in own}
+        constants = {k: batches.counting(one, len(rows)) if k in counts else one for k, one in own}
         return replace(self, task=self.task.at(rows.tolist()), constants=constants)
 
 
+@dataclass(eq=False)
 class LoaderSource:
-    """The dataset side of one loader."""
+    """The dataset side of one loader; see `EgeriaLoader` for the arguments."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        *,
-        sample_id: Callable[[Any], Any] | None,
-        sample_version: Callable[[Any], Any] | None,
-        name: str,
-        seed: int | None,
-        draws: Draws,
-        workers: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Describe a loader; see `EgeriaLoader` for the arguments.
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    sample_id: Callable[[Any], Any] | None
+    sample_version: Callable[[Any], Any] | None
+    name: str
+    seed: int | None
+    draws: Draws
+    workers: Mapping[str, Any] | None = None
+    """The options of its workers: then nothing is loaded in this process."""
+    is_steady: bool = False
+    """Whether random draws change nothing that the frozen front reads: its output is stored once,
+    and each sample is loaded in every epoch, drawn anew."""
+    is_restless: bool = False
+    """Whether its data are others again and again: each sample is loaded in every epoch, and what
+    is stored is served where the front would read what it read for it."""
+    is_known_random: bool = False
+    """Whether each draw of a sample is another, even if samples were not seen to draw."""
+    counts: set[str] = field(default_factory=set)
+    """Leaves that say how many samples a batch has."""
 
-        `workers` are the options of its workers: then nothing is loaded in this process.
-        """
-        self.dataset = dataset
-        self.samples = SampleLoader(dataset, collate)
-        self.side_worker = None if workers is None else SideWorker(self.samples, workers)
-        self.collate = collate
-        self.name = name
-        self.seed = seed
-        self.draws = draws
-        self.is_steady = False
-        """Whether random draws change nothing that the frozen front reads: its output is stored
-        once, and each sample is loaded in every epoch, drawn anew."""
-        self.is_restless = False
-        """Whether its data are others again and again: each sample is loaded in every epoch, and
-        what is stored is served where the front would read what it read for it."""
+    def __post_init__(self) -> None:
+        self.samples = SampleLoader(self.dataset, self.collate)
+        own = self.workers
+        self.side_worker = None if own is None else SideWorker(self.samples, own)
+        self.key = f"{self.name}#{next(_NUMBERS)}"
+        """Tells this loader from all others, also from those of the same name."""
         self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
         self._steady: dict[frozenset[str], bool] = {}
         """What was found out of leaves that fronts read."""
-        self.is_known_random = False
-        """Whether each draw of a sample is another, even if samples were not seen to draw."""
-        self.key = f"{name}#{next(_NUMBERS)}"
-        """Tells this loader from all others, also from those of the same name."""
-        self._sample_id = sample_id or _method(dataset, "sample_id")
-        self._version = sample_version or _method(dataset, "sample_version")
         self._unnamed: str | None = None
         self._roots = {
-            "data set": dataset,
-            "collate_fn": collate,
-            "sample_id": self._sample_id,
-            "sample_version": self._version,
-            "worker_init_fn": (workers or {}).get("worker_init_fn"),
+            "data set": self.dataset,
+            "collate_fn": self.collate,
+            "sample_id": self.sample_id or _method(self.dataset, "sample_id"),
+            "sample_version": self.sample_version or _method(self.dataset, "sample_version"),
+            "worker_init_fn": (own or {}).get("worker_init_fn"),
         }
         look_at = weakref.WeakMethod(self._look_at)  # no cycle
-        self.fingerprint = Fingerprint(dataset, self._roots, lambda *asked: look_at()(*asked))  # type: ignore
-        self.counts: set[str] = set()
-        """Leaves that say how many samples a batch has."""
+        self.fingerprint = Fingerprint(
+            self.dataset, self._roots, lambda *asked: look_at()(*asked)  # type: ignore[misc]
+        )  # fmt: skip
         self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
@@ -135,11 +120,12 @@ class LoaderSource:
         Raises:
             TypeError: An ID that was made for us is not an int, a string, or a tuple of them.
         """
-        if self._sample_id is None and self._version is None and set(map(type, indices)) == {int}:
+        name_of, version_of = self._roots["sample_id"], self._roots["sample_version"]
+        if name_of is None and version_of is None and set(map(type, indices)) == {int}:
             return list(indices) if type(indices) is not list else indices
-        named = indices if self._sample_id is None else [self._sample_id(i) for i in indices]
-        if self._version is not None:
-            versions = [str(self._version(i)) for i in indices]
+        named = indices if name_of is None else [name_of(i) for i in indices]
+        if version_of is not None:
+            versions = [str(version_of(i)) for i in indices]
             named = list(zip(named, versions, strict=True))
         return [v if type(v) in (int, str) else self._named(v) for v in named]
 
@@ -147,7 +133,7 @@ class LoaderSource:
         try:
             return _as_sample_id(value)
         except TypeError as error:
-            if self._sample_id is not None:
+            if self._roots["sample_id"] is not None:
                 raise
             self._unnamed = str(error)
             return ("", repr(value))
@@ -245,16 +231,14 @@ class LoaderSource:
         """Return the draws that are used no more once these are made; None if all are kept."""
         return self.draws.superseded(draws) if self.is_random else None
 
-    def load(self, task: Task) -> Any:
+    def load(self, task: Task, kept: Snapshot | None = None) -> Any:
         """Load and collate samples, each under its own seed, wherever samples are loaded."""
-        return self._answer(_unmeasured(task)).data
+        return self._answer(task._replace(axes=(), places=False), kept).data
 
     def load_each(self, tasks: Iterable[Task]) -> list[Any]:
         """Load several tasks, each as if it were the only one."""
-        if self.side_worker is not None:
-            return [self.load(task) for task in tasks]
-        with self.samples.out_of_turn() as kept:
-            return [self._answer(_unmeasured(task), kept).data for task in tasks]
+        with nullcontext() if self.side_worker is not None else self.samples.out_of_turn() as kept:
+            return [self.load(task, kept) for task in tasks]
 
     def load_planned(self, task: Task) -> Loaded:
         """Load what a batch misses, in this process and in its turn."""
@@ -288,14 +272,14 @@ class LoaderSource:
             return self._answer_here(task, kept)
         live = [tensor for ref in self._live if (tensor := ref()) is not None and tensor.is_cpu]
         with torch.no_grad():
-            before = [unwrap(tensor).clone() for tensor in live]
+            before = [batches.unwrap(tensor).clone() for tensor in live]
             loaded = self._answer_here(task, kept)
-            if all(map(torch.equal, map(unwrap, live), before)):
+            if all(map(torch.equal, map(batches.unwrap, live), before)):
                 return loaded
             # The collate function uses its memory again, and the batch under way lies in it.
             loaded = loaded._replace(data=copy.deepcopy(loaded.data))
             for tensor, held in zip(live, before, strict=True):
-                unwrap(tensor).copy_(held)
+                batches.unwrap(tensor).copy_(held)
         return loaded
 
     def _answer_here(self, task: Task, kept: Snapshot | None) -> Loaded:
@@ -320,15 +304,10 @@ class LoaderSource:
         """Whether its samples are collated otherwise than torch does it by itself."""
         return self.collate is not default_collate
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Along which every sample has to be measured when it is loaded."""
-        return self.study.axes
-
     def measure(self, task: Task) -> Loaded:
         """Load samples once more, measured along the axes."""
-        together = self.study.company is not None
-        return self._answer(task._replace(axes=self.axes, places=together))
+        study = self.study
+        return self._answer(task._replace(axes=study.axes, places=study.company is not None))
 
     def _look_at(self, indices: list[int] | None, before: Portrait | None) -> Look:
         if indices is None:  # any that the data set surely takes
@@ -356,7 +335,8 @@ class LoaderSource:
             return None  # it has hits, so batches like it were proved before
         alone = self.collate is not default_collate
         for path, leaf in batch.leaves.items():
-            if not is_rows(leaf, batch.size) and (not alone or not _is_lasting(leaf)):
+            is_lasting = isinstance(leaf, _LASTING) or batches.is_dense(leaf)
+            if not is_rows(leaf, batch.size) and not (alone and is_lasting):
                 why = "is no ordinary tensor with rows of samples; stack them in the collate_fn"
                 return f"leaf {path or 'of the batch'!r} {why}"
         shapes = tuple(row.shape for row in batch.context.metas.values())
@@ -419,7 +399,7 @@ class LoaderSource:
 
     def _why(self, batch: Batch, path: str, once: Any, again: Any, alone: bool) -> str:
         """Say what makes a leaf come out differently, and what to do."""
-        leaf = f"leaf {path or 'of the batch'!r} of a sample"
+        leaf = f"leaf {path or 'of the batch'!r}"
         if again is None:
             return (
                 f"its batches hold an item per sample in a list, at {path!r}; stack samples in the "
@@ -427,24 +407,22 @@ class LoaderSource:
             )
         if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
             return (
-                f"{leaf} is not the same when it is loaded again under the same seed; draw random "
-                "numbers in the data set itself, from the global state of torch, numpy or random, "
-                "and change data before a pass, not between loading a batch and calling the model"
+                f"{leaf} of a sample is not the same when it is loaded again under the same seed; "
+                "draw random numbers in the data set itself, from the global state of torch, numpy "
+                "or random"
             )
-        how = ""
-        if isinstance(once, Tensor) and isinstance(again, Tensor):
-            if once.dim() and len(once) != batch.size:
-                return (
-                    f"leaf {path or 'of the batch'!r} has {len(once)} rows for {batch.size} "
-                    "samples; collate several of a sample to the shape (samples, several, ...), "
-                    "and leave samples out by the sampler, not in the collate_fn"
-                )
-            there, here = tuple(once.shape[1:]), tuple(again.shape[1:])
-            how = f", of shape {there} there and {here} alone" if there != here else ""
+        if isinstance(once, Tensor) and once.dim() and len(once) != batch.size:
+            return (
+                f"{leaf} has {len(once)} rows for {batch.size} samples; collate several of a "
+                "sample to the shape (samples, several, ...), and leave samples out by the "
+                "sampler, not in the collate_fn"
+            )
+        there, here = (tuple(getattr(one, "shape", ()))[1:] for one in (once, again))
+        how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
-            f"{leaf} depends on the rest of its batch{how}: the collate_fn mixes, packs or cuts "
-            "samples, or pads them otherwise than to the longest of the batch, with one value, at "
-            "one end; do such things in the data set, or after the boundary"
+            f"{leaf} of a sample depends on the rest of its batch{how}: the collate_fn mixes, "
+            "packs or cuts samples, or pads them otherwise than to the longest of the batch, with "
+            "one value, at one end; do such things in the data set, or after the boundary"
         )
 
     def _first_difference(self, batch: Batch, rows: list[int]) -> tuple[str, Any, Any] | None:
@@ -478,11 +456,6 @@ def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:
     return found if callable(found) else None
 
 
-def _unmeasured(task: Task) -> Task:
-    """Return a task of which the batch alone is wanted."""
-    return task._replace(axes=(), places=False)
-
-
 def _as_sample_id(value: Any) -> SampleId:
     if isinstance(value, str):
         return value
@@ -506,7 +479,3 @@ def _count(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor) and not leaf.dim() and not leaf.is_floating_point():
         return int(leaf)
     return leaf if type(leaf) is int else None
-
-
-def _is_lasting(leaf: Any) -> bool:
-    return isinstance(leaf, str | bytes | int | float | bool | np.generic | None) or is_dense(leaf)
