@@ -58,7 +58,7 @@ class Slots:
         self.stamp_at = np.zeros(num_slots + 1, np.int64)
         """What changes when a slot is given to other rows, or its sample to another slot."""
         self._needed_by = np.full(num_slots + 1, -1, np.int64)
-        self._latest, self._oldest_needed, self._hand, self._stamp = 0, 0, 0, 0
+        self._oldest_needed, self._hand, self._stamp = 0, 0, 0
 
     def find(self, samples: Numbers, draws: Numbers) -> Slot:
         """Return the slots of samples, NOBODY for those that are not resident; shape (B,)."""
@@ -73,11 +73,8 @@ class Slots:
             Positions of the others, each sample once.
         """
         slots = self.find(samples, draws)
-        if batch < self._latest:  # readers run side by side
-            self._needed_by[slots] = np.maximum(self._needed_by[slots], batch)
-        else:
-            self._latest = batch
-            self._needed_by[slots] = batch
+        # Not this batch's number alone: readers run side by side.
+        self._needed_by[slots] = np.maximum(self._needed_by[slots], batch)
         missing = np.flatnonzero(slots == NOBODY)
         if len(missing):
             _, first = np.unique(samples[missing], return_index=True)
@@ -86,7 +83,7 @@ class Slots:
 
     def place(
         self, batch: int, samples: Numbers, draws: Numbers
-    ) -> tuple[Numbers | slice, Numbers, Numbers] | None:
+    ) -> tuple[Numbers, Numbers, Numbers] | None:
         """Give slots to rows of a batch, each sample once.
 
         What is there by now (another thread has read it, too) is kept as it is.
@@ -95,17 +92,14 @@ class Slots:
             Positions of the rows that are not there yet; a slot for each, mostly neighbours; and
             samples that lie nowhere from now on. None, and no change: there is no room.
         """
-        new: Numbers | slice = slice(None)
-        before = self._slot_of[samples]
-        if before.any():
-            new = self.adopt(batch, samples, draws)
-            samples, draws, before = samples[new], draws[new], before[new]
+        new = self.adopt(batch, samples, draws)
+        samples, draws = samples[new], draws[new]
         slots = self._take(len(samples))
         if slots is None:
             return None
-        if before.any():  # other draws of these samples
-            before = before[before != NOBODY]
-            self._sample_at[before], self.stamp_at[before], self._needed_by[before] = -1, 0, -1
+        before = self._slot_of[samples]  # where other draws of these samples are
+        before = before[before != NOBODY]
+        self._sample_at[before], self.stamp_at[before], self._needed_by[before] = -1, 0, -1
         evicted = self._sample_at[slots]
         evicted = evicted[evicted >= 0]
         self._slot_of[evicted] = NOBODY
@@ -350,19 +344,18 @@ class Ring:
                 self.table = torch.empty(0, dtype=torch.int32, device=self.device)
                 self.slabs, self._kept = {}, {}
 
-    def _keep(self, path: str, values: Column, slots: Numbers, at: Any) -> None:
+    def _keep(self, path: str, values: Column, slots: Numbers, new: Numbers) -> None:
         """Remember host values, as a tensor of all slots where they are tensors of one shape."""
         table = self._kept.get(path)
         if isinstance(values, Tensor) and not isinstance(table, dict):
             if table is None:
                 shape = (self._slots.num_slots + 1, *values.shape[1:])
                 table = self._kept[path] = values.new_empty(shape)
-            table[torch.from_numpy(slots)] = values[at]
+            table[torch.from_numpy(slots)] = values[torch.from_numpy(new)]
             return
         if not isinstance(table, dict):
             table = self._kept[path] = {} if table is None else dict(enumerate(table))
-        rows = range(len(values))[at] if isinstance(at, slice) else at.tolist()
-        table.update(zip(slots.tolist(), (values[row] for row in rows), strict=True))
+        table.update(zip(slots.tolist(), (values[row] for row in new.tolist()), strict=True))
 
     def _uploaded(self, numbers: npt.NDArray[Any], held: list[Tensor]) -> Tensor:
         """Copy to the device; in the lane."""
@@ -370,12 +363,12 @@ class Ring:
         return to_device(held[-1], self.device)
 
     def _write(
-        self, rows: Mapping[str, Tensor], new: Numbers | slice, slots: Tensor, held: list[Tensor]
+        self, rows: Mapping[str, Tensor], new: Numbers, slots: Tensor, held: list[Tensor]
     ) -> None:
         """Write those rows that are new; in the lane."""
         for name, slab in self.slabs.items():
             values = rows[name]
-            if not isinstance(new, slice):
+            if len(new) < len(values):
                 values = pinned(values[torch.from_numpy(new)], self.device)
             held.append(values)
             values = to_device(values, self.device)
