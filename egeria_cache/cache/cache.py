@@ -351,13 +351,11 @@ def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:
             f'ActivationCache(model, "runs/cache"); got {type(model).__name__} and '
             f"{type(directory).__name__}"
         )
-    if isinstance(boundary, nn.Module):
-        name = next((name for name, one in model.named_modules() if one is boundary), "blocks.3")
-        raise TypeError(f"the boundary is given by its module's name: boundary={name!r}")
     if not isinstance(boundary, str | None):
+        named = (name for name, one in model.named_modules() if one is boundary)
         raise TypeError(
-            "boundary is the name of the last frozen module, 'auto', or None; got "
-            f"{type(boundary).__name__} {boundary!r}"
+            f"boundary is the name of the last frozen module ({next(named, 'blocks.3')!r}, say), "
+            f"'auto', or None; got {type(boundary).__name__} {boundary!r:.80}"
         )
 
 

@@ -431,25 +431,32 @@ class EngineCallbacks:
         self.leave_uncached(loader_name, _told(error))
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
-        """Whether this loader's run is too short, as far as is known, to win back a proof."""
+        """Whether this loader's run is too short, as far as is known, to win back a proof: it is
+        computed plainly for the rest of the epoch.
+        """
         name, source = batch.loader_name, batch.context.source
         if source.why_not_served is not None:
             self.leave_uncached(name, source.why_not_served)
             return "plain"
         if batch.context.task.seed != source.seed:
             return "plain"  # it was loaded in a thread of which nobody knew whether it trains
-        if self._policy.wants_timing(name):
-            return "timed"
-        why = self._policy.postpones(name, padded=batch.lengths is not None, hits=source.served)
+        schedule = self._policy.schedules.get(name)
+        if schedule is None or schedule.wants_timing:
+            return None if schedule is None else "timed"
+        schedule.padded, schedule.hits = batch.lengths is not None, source.served
+        why = schedule.why_not()
         if why is None:
             return None
+        self._policy.idle[name] = why
         if self._status.is_news("postponed", name):
             log.info("loader %r is computed as yet: %s", shown_name(name), why)
         return "plain"
 
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """A batch was computed plainly: its frozen front, and all of the model, took so long."""
-        self._policy.timed(batch.loader_name, front_s, forward_s)
+        schedule = self._policy.schedules[batch.loader_name]
+        schedule.fronts.append(front_s)
+        schedule.forwards.append(forward_s)
         self.postpones(batch)  # the next one comes plain, if so
 
     def is_refused(self) -> bool:

@@ -348,28 +348,6 @@ class ServingPolicy:
         schedule = self.schedules.get(loader)
         return schedule is not None and schedule.wants_timing
 
-    def timed(self, loader: str, front_s: float, forward_s: float) -> None:
-        """A batch was computed plainly: its front, and all of the model, in so many seconds."""
-        self.schedules[loader].fronts.append(front_s)
-        self.schedules[loader].forwards.append(forward_s)
-
-    def postpones(self, loader: str, *, padded: bool, hits: float = 1.0) -> str | None:
-        """Say why this loader should be computed plainly for the rest of the epoch.
-
-        Args:
-            loader: Which.
-            padded: Whether its samples are.
-            hits: Part of its samples that are expected to be hits once all are stored.
-        """
-        schedule = self.schedules.get(loader)
-        if schedule is None:
-            return None
-        schedule.hits, schedule.padded = hits, padded
-        why = schedule.why_not()
-        if why is not None:
-            self.idle[loader] = why
-        return why
-
     # ---- whole steps --------------------------------------------------------------------------
 
     def step(

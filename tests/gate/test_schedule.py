@@ -46,11 +46,12 @@ def test_a_proof_is_made_where_as_many_epochs_as_may_be_expected_win_it_back(kno
 def test_loaders_that_are_made_anew_for_every_epoch_are_one_run():
     policy = ServingPolicy("auto", 1.0)
     policy.begins("train#0", 0, 8)
-    policy.timed("train#0", 0.020, 0.030)
-    assert policy.postpones("train#0", padded=False) is not None
+    schedule = policy.schedules["train#0"]
+    schedule.fronts, schedule.forwards = [0.020], [0.030]
+    assert schedule.why_not() is not None
     for number in range(1, 17):
         policy.begins(f"train#{number}", 0, 8)
-    assert policy.postpones("train#16", padded=False) is None
+    assert policy.schedules["train#16"].why_not() is None
 
 
 def test_two_batches_are_timed_and_the_lesser_counts():
