@@ -159,20 +159,18 @@ class Views:
             unlink: Also forget what is on disk: it is wrong, and not only of another boundary.
             is_outdated: Their data are others by now; batches that were given out go on.
         """
-        for views in self.live.values():
-            for view in filter(stale, views):
-                for same in [one for one in self._made if one.generation is view.generation]:
-                    same.is_void |= same.loader_name == view.loader_name or unlink
-                    same.is_outdated = is_outdated
-                view.is_void, view.is_outdated = True, is_outdated
-                self.num_voided += 1
-                if os.getpid() != self._process:
-                    continue  # a forked child: its files' locks may be held for ever
-                self._let_go(view)
-                if unlink:
-                    view.generation.void("its activations are stale")
-                else:
-                    view.generation.release()
+        for view in [view for views in self.live.values() for view in views if stale(view)]:
+            for same in [one for one in self._made if one.generation is view.generation]:
+                same.is_void |= same.loader_name == view.loader_name or unlink
+                same.is_outdated = is_outdated
+            self.num_voided += 1
+            if os.getpid() != self._process:
+                continue  # a forked child: its files' locks may be held for ever
+            self._let_go(view)
+            if unlink:
+                view.generation.void("its activations are stale")
+            else:
+                view.generation.release()
         for name, views in self.live.items():
             self.live[name] = [view for view in views if not view.is_void]
 
