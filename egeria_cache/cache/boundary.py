@@ -128,7 +128,11 @@ class Boundary:
         self, name: str | None, *, by_hand: bool, reason: str, frozen: str | None = None
     ) -> None:
         status = self._status
-        name = None if name is None else self._checked(name)
+        if name is not None:  # as the model itself names the module
+            name = module_named(self.engine.model, name)
+            for parameter, value in self.engine.model.get_submodule(name).named_parameters():
+                if value.requires_grad:
+                    raise BoundaryError.trainable(name, f"{name}.{parameter}")
         if name == status.boundary:
             return
         previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
@@ -156,12 +160,3 @@ class Boundary:
     def _void_unknown(self) -> None:
         """Void the views of cuts that lie beyond the boundary now."""
         self._status.views.void(lambda view: not self.engine.knows(view.cut), unlink=False)
-
-    def _checked(self, name: str) -> str:
-        """Return the model's own name for the module, whose parameters must all be frozen."""
-        name = module_named(self.engine.model, name)
-        module = self.engine.model.get_submodule(name)
-        for parameter_name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                raise BoundaryError.trainable(name, f"{name}.{parameter_name}")
-        return name

@@ -155,18 +155,6 @@ class EngineCallbacks:
         """Open other generations for this loader's cuts: its data set is another one."""
         self._opened[loader_name] = set()
 
-    def _view_at(self, cut: Cut, batch: Batch) -> View | None:
-        """Return the view that this batch is stored in, opened anew where that has to be."""
-        if self._status.is_forked:
-            self._counters.tell(_FORKED, "nothing is cached here: %s")
-            return None
-        opened = self._opened.get(batch.loader_name)
-        if opened is not None and id(cut) not in opened:
-            opened.add(id(cut))
-            if self._views.at(batch.loader_name, cut) is None:
-                self.cut_found(batch, cut)
-        return self._views.at(batch.loader_name, cut)
-
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
@@ -204,7 +192,15 @@ class EngineCallbacks:
         """Store fresh activations of the masked rows (None: all)."""
         if batch.context.is_outdated:
             return  # it was loaded from data that are others by now
-        view = self._view_at(cut, batch)
+        if self._status.is_forked:
+            self._counters.tell(_FORKED, "nothing is cached here: %s")
+            return
+        view, opened = self._views.at(batch.loader_name, cut), self._opened.get(batch.loader_name)
+        if opened is not None and id(cut) not in opened:
+            opened.add(id(cut))
+            if view is None:
+                self.cut_found(batch, cut)
+                view = self._views.at(batch.loader_name, cut)
         if view is None or not self._fits(view, batch) or not self._is_told(batch, cut):
             return
         entry = batch.entry

@@ -71,7 +71,14 @@ def serve(prepared: Any, loader: EgeriaLoader[Any]) -> None:
     loader._outer_epoch = lambda: getattr(this(), "iteration", 0)
     prepared.base_dataloader = loader
     prepared.dl_state_dict = loader.state_dict()
-    prepared.state_dict = functools.partial(_state_dict, this)
+
+    def state_dict() -> dict[str, Any]:
+        """Return where the batch in the loop's hands stands; the one after it is drawn already."""
+        now = this()
+        assert now is not None
+        return {**now.dl_state_dict, "now": now.base_dataloader.state_dict()["now"]}
+
+    prepared.state_dict = state_dict
 
 
 def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Callable[[], None]:
@@ -87,14 +94,6 @@ def attach_prepared(prepared: Any, cache: ActivationCache, **options: Any) -> Ca
     undo = take_over(plain, cache, **options)
     serve(prepared, plain)
     return undo
-
-
-def _state_dict(this: weakref.ref[Any]) -> dict[str, Any]:
-    """Return where the batch in the loop's hands stands; the one after it is drawn already."""
-    prepared = this()
-    assert prepared is not None
-    now = prepared.base_dataloader.state_dict()["now"]
-    return {**prepared.dl_state_dict, "now": now}
 
 
 def _say_dispatched(cache: ActivationCache, name: str) -> None:

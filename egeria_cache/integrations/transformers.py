@@ -102,14 +102,6 @@ class EgeriaTrainerMixin:
             if self.controller is not None and state["controller"] is not None:
                 self.controller.load_state_dict(state["controller"])
 
-    def _save_state(self, directory: Path) -> None:
-        loader: Any = getattr(self._train_loader, "base_dataloader", None)
-        state = {
-            "loader": loader.state_dict() if hasattr(loader, "_take_draws") else None,
-            "controller": None if self.controller is None else self.controller.state_dict(),
-        }
-        torch.save(state, self._state_path(directory))
-
     def _state_path(self, checkpoint: Path) -> Path:
         return checkpoint / f"egeria_{self.args.process_index}.pt"
 
@@ -142,4 +134,10 @@ class _Tells(TrainerCallback):
         trainer: Any = self._trainer
         folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{state.global_step}")
         if folder.is_dir() and not args.save_only_model:
-            trainer._save_state(folder)
+            loader: Any = getattr(trainer._train_loader, "base_dataloader", None)
+            controller = trainer.controller
+            state = {
+                "loader": loader.state_dict() if hasattr(loader, "_take_draws") else None,
+                "controller": None if controller is None else controller.state_dict(),
+            }
+            torch.save(state, trainer._state_path(folder))

@@ -83,13 +83,12 @@ class View:
 
     def admits(self, leaves: Mapping[str, Rows]) -> bool:
         """Whether loaded leaves can stand beside stored ones: same paths, same shape of rows."""
-        return leaves.keys() == set(self.structure.paths) and all(
-            row.shape[1:] == self._row_shape(path, leaves[path]) for path, row in self.rows.items()
-        )
-
-    def _row_shape(self, path: str, leaf: Any) -> torch.Size:
-        rows = leaf if self.padding is None else self.padding.row_meta(path, leaf)
-        return torch.Size(rows.shape[1:])
+        if leaves.keys() != set(self.structure.paths):
+            return False
+        found: dict[str, Any] = {path: leaves[path] for path in self.rows}
+        if self.padding is not None:
+            found = {path: self.padding.row_meta(path, leaf) for path, leaf in found.items()}
+        return all(row.shape[1:] == found[path].shape[1:] for path, row in self.rows.items())
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
