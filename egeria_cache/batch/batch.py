@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -166,18 +166,15 @@ class Batch:
                     leaves[path] = at_rows(values, among(~absent, rows))
             else:
                 leaves[path] = values
-        self._parts[known] = Batch(
+        self._parts[known] = replace(
+            self,
             ids=[self.ids[i] for i in rows],
             draws=self.draws[rows],
-            loader_name=self.loader_name,
             leaves=leaves,
             load_rows=partial(_load_part, self.load_rows, rows, self.size),
             planned_entry=part,
             context=None if self.context is None else self.context.select(rows),
-            may_be_stored=self.may_be_stored,
             lengths=None if self.lengths is None else self.lengths.select(rows),
-            mixed=self.mixed,
-            why_mixed=self.why_mixed,
         )
         return self._parts[known]
 

@@ -68,11 +68,6 @@ class BatchTensor(Tensor):
         return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
 
     @property
-    def leaves(self) -> set[str]:
-        """The leaves of the batch that it is made of."""
-        return {self.leaf, *(name for op in self.chain for name, _ in op.raws)}
-
-    @property
     def fold(self) -> Fold:
         """Which of its rows belong to a sample."""
         return self.chain[-1].fold if self.chain else Fold()
@@ -132,14 +127,8 @@ class BatchTensor(Tensor):
         if result is data[0]:
             return first
         known = first._vouched if len(parts) == 1 else None
-        return first._followed(
-            op, loaded_tensor(result, first.batch, first.leaf, first.raw, (*first.chain, op), known)
-        )
-
-    def _followed(self, op: Op, result: BatchTensor) -> BatchTensor:
-        if op.func is Tensor.detach:
-            result._source = self
-        return result
+        chain = (*first.chain, op)
+        return loaded_tensor(result, first.batch, first.leaf, first.raw, chain, known)
 
     def _apply_in_place(self, op: Op, parts: Sequence[BatchTensor]) -> None:
         """Do an operation to the data itself."""
@@ -180,6 +169,8 @@ class BatchTensor(Tensor):
                 if not is_beside(error):
                     raise
                 result = NotImplemented  # an error of the operation's own comes again, below
+            if func is Tensor.detach and isinstance(result, BatchTensor) and result is not args[0]:
+                result._source = args[0]
             if result is not NotImplemented:
                 return result
             leaf = next((f"the leaf {a.leaf!r}" for a in args if isinstance(a, BatchTensor)), "")
@@ -345,7 +336,7 @@ class AbsentTensor(BatchTensor):
         if first is self and device == self.device and op.aliases(metas[0], meta):
             result._alias = self, op, self.chain
             self._is_shared = True
-        return first._followed(op, result)
+        return result
 
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor:
         batch, mask = self.batch.select(rows), self.batch.absent

@@ -273,11 +273,10 @@ class Assembly:
         assert view.padding is not None
         assert own is not None
         if entry.num_misses:
-            with Attempt() as tried:
+            measured = None
+            with Attempt():  # an error will be raised again where the whole batch is loaded
                 measured = self._measured(plan, loaded)
-            if tried.error is not None:
-                return None  # it will be raised again where the whole batch is loaded
-            if self._source.study.padding != view.padding:
+            if measured is None or self._source.study.padding != view.padding:
                 return None
             own = np.empty((len(plan.task.ids), measured.shape[1]), np.int64)
             own[entry.hit], own[~entry.hit] = entry.lengths, measured

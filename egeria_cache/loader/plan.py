@@ -9,22 +9,18 @@ others are asked when DataLoader would ask them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils import data
 
-from egeria_cache.batch import SampleId
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Clock, LoaderSource, Task
-from egeria_cache.store import Located
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderApi
@@ -55,22 +51,19 @@ def num_foreseeable(batch_sampler: Any) -> int:
     inner = batch_sampler
     while _name(inner) in _WRAPPERS:
         inner = inner.batch_sampler
-    is_known = type(inner) is data.BatchSampler and _draws_at_once(inner.sampler)
-    return len(batch_sampler) - 1 if is_known else 0
+    if type(inner) is not data.BatchSampler:
+        return 0
+    sampler: Any = inner.sampler
+    at_once = type(sampler) in _DRAW_AT_ONCE
+    if type(sampler) is data.RandomSampler or _name(sampler) in _PERMUTES:
+        # Without a generator it makes one of its own; else it may be anybody's.
+        is_whole = sampler.num_samples == len(sampler.data_source) and not sampler.replacement
+        at_once = sampler.generator is None or is_whole
+    return len(batch_sampler) - 1 if at_once else 0
 
 
 def _name(thing: Any) -> tuple[str, str]:
     return type(thing).__module__, type(thing).__qualname__
-
-
-def _draws_at_once(sampler: Any) -> bool:
-    if type(sampler) in _DRAW_AT_ONCE:
-        return True
-    if type(sampler) is not data.RandomSampler and _name(sampler) not in _PERMUTES:
-        return False
-    # Without a generator it makes one of its own; else it may be anybody's.
-    is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return sampler.generator is None or is_permutation
 
 
 @dataclass(slots=True, eq=False)
@@ -91,30 +84,10 @@ class Plan:
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
 
-def best_entry(
-    places: Sequence[tuple[View, Located]],
-    start: int,
-    stop: int,
-    number: int,
-    ids: list[SampleId],
-    draws: npt.NDArray[np.int64],
-) -> PlannedEntry | None:
-    """Choose the one generation that serves most of the batch; on a tie, the deepest.
-
-    Args:
-        places: Where samples are stored, by generation, deepest boundary first.
-        start: Where its own begin among these.
-        stop: Where they end.
-        number: The batch's number.
-        ids: Its samples.
-        draws: Which random draw of each.
-    """
-    best: PlannedEntry | None = None
-    for view, located in places:
-        entry = PlannedEntry(view, number, ids, draws, located.rows(start, stop))
-        if entry.num_hits > (0 if best is None else best.num_hits):
-            best = entry
-    return best
+def best_entry(entries: Iterable[PlannedEntry]) -> PlannedEntry | None:
+    """Choose the one that serves most of a batch, and on a tie the first; None if none serves."""
+    best = max(entries, key=attrgetter("num_hits"), default=None)
+    return best if best is not None and best.num_hits else None
 
 
 @dataclass(eq=False)
@@ -276,7 +249,11 @@ class Planner:
         for number, indices in enumerate(batches, first):
             stop = start + len(indices)
             own = ids[start:stop]
-            entry = best_entry(places, start, stop, number, own, stored[start:stop])
+            variants = stored[start:stop]
+            entry = best_entry(
+                PlannedEntry(view, number, own, variants, there.rows(start, stop))
+                for view, there in places  # the deepest first
+            )
             self.is_read = entry is not None and not entry.num_misses
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))

@@ -101,14 +101,10 @@ def look(
         paths = (*before.prints, *after.prints)
         moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
         # A cache that gives up one sample for another is as long as before.
-        moved |= {_container(p) for p in moved if (p in before.prints) != (p in after.prints)}
+        anew = [p for p in moved if (p in before.prints) != (p in after.prints)]
+        moved |= {p.rpartition("[")[0] if p.endswith("]") else p for p in anew}
     read = frozenset(trained[place] for place in trained.keys() & reads.places)
     return seen._replace(moved=moved, read=read)
-
-
-def _container(path: str) -> str:
-    """Return the path of what holds an item; an attribute is its own."""
-    return path.rpartition("[")[0] if path.endswith("]") else path
 
 
 class Fingerprint:
@@ -186,7 +182,10 @@ class Fingerprint:
         with threads.without_modes() if has_modes else nullcontext():
             what = self._changed(midway)
         if self._noted is not self._glance:
-            self._note_tensors()
+            held = [o.where for o in self._glance.places if not is_below(o.path, self._shown.moved)]
+            tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
+            tensors.sort(key=attrgetter("requires_grad"), reverse=True)
+            self._tensors, self._noted = tensors[:_MAX_TENSORS], self._glance
         self._versions = list(map(_version, self._tensors))
         now = time.perf_counter()
         self._free_s[midway] -= now - started
@@ -198,14 +197,6 @@ class Fingerprint:
     def is_due(self, now: float) -> bool:
         """Whether it is worth looking in the middle of a pass."""
         return now >= self._next_look or list(map(_version, self._tensors)) != self._versions
-
-    def _note_tensors(self) -> None:
-        moved = self._shown.moved
-        held = (one.where for one in self._glance.places if not is_below(one.path, moved))
-        tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
-        self._tensors = sorted(tensors, key=attrgetter("requires_grad"), reverse=True)
-        del self._tensors[_MAX_TENSORS:]
-        self._noted = self._glance
 
     def _changed(self, midway: bool) -> str | None:
         quick, (seen, before) = self._glance, self._portraits

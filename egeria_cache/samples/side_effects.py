@@ -12,7 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,20 +26,7 @@ _AHEAD = 1, 12, 130, 777, 12_345, 1_234_567
 _MAX_ASKED = 32
 
 
-class Generator(Protocol):
-    """One global generator."""
-
-    def look(self) -> Any:
-        """Return its state, which moves whenever it is drawn from."""
-
-    def put_back(self, look: Any) -> None:
-        """Make it draw again what it would have drawn at the time of `look`."""
-
-    def seed(self, seed: int) -> None:
-        """Seed it with a 64-bit number."""
-
-
-class _Python(Generator):
+class _Python:
     """The functions of `random`."""
 
     def look(self) -> Any:
@@ -52,7 +39,7 @@ class _Python(Generator):
         random.seed(seed)
 
 
-class _NumPy(Generator):
+class _NumPy:
     """NumPy's global generator, that of `np.random.rand` and its like, whatever its kind."""
 
     def look(self) -> bytes:
@@ -65,7 +52,7 @@ class _NumPy(Generator):
         np.random.seed(seed & 0xFFFFFFFF)
 
 
-class _Torch(Generator):
+class _Torch:
     """torch's default generator of the CPU."""
 
     def look(self) -> bytes:
@@ -80,7 +67,9 @@ class _Torch(Generator):
         torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
-GENERATORS: dict[str, Generator] = {"random": _Python(), "numpy": _NumPy(), "torch": _Torch()}
+GENERATORS: dict[str, Any] = {"random": _Python(), "numpy": _NumPy(), "torch": _Torch()}
+"""What `look` gives of one moves whenever it is drawn from; once that is `put_back`, the same is
+drawn again. `seed` takes 64 bits."""
 
 
 @contextmanager

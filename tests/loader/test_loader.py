@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from egeria_cache.loader.loader import EgeriaLoader
-from egeria_cache.loader.plan import best_entry
+from egeria_cache.loader.plan import PlannedEntry, best_entry
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.samples.draws import sample_seed
 from egeria_cache.store.disk.files import ENTRY
@@ -226,6 +226,6 @@ def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
 
 def test_where_several_cuts_serve_as_much_the_deepest_does():
     deep, shallow = (SimpleNamespace(cut=name) for name in ("layer2", "layer1"))
-    located = Located([b"key"], np.ones(1, ENTRY))
-    chosen = best_entry([(deep, located), (shallow, located)], 0, 1, 0, [1], np.zeros(1, np.int64))
+    at, draws = Located([b"key"], np.ones(1, ENTRY)), np.zeros(1, np.int64)
+    chosen = best_entry(PlannedEntry(view, 0, [1], draws, at) for view in (deep, shallow))
     assert chosen.view is deep
