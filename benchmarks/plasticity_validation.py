@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.digits_task import Task, load, train
 from benchmarks.harness import environment, in_turns, parser, publish, pyplot
 from egeria_core import find_layers, sp_loss
-from egeria_core.reference import copy_modules
+from egeria_core.reference.capture import copy_modules
 
 PROBE_ROWS = 32
 

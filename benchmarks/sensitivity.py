@@ -24,8 +24,9 @@ from benchmarks.digits_task import Outcome, Task, train
 from benchmarks.harness import environment, parser, publish, pyplot, tell
 from egeria_core import Bootstrap, ControllerConfig, FreezeController, find_layers
 from egeria_core.policies import Measure, PlasticityPolicy
-from egeria_core.reference import Call, LayerTap, Probe
-from egeria_core.watch import ActivationMeter, Meter, Watched
+from egeria_core.reference import ActivationMeter
+from egeria_core.reference.capture import Call, LayerTap, Probe
+from egeria_core.watch import Meter, Watched
 
 WINDOW, TOLERANCE = 10, 0.2
 

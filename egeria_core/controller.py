@@ -22,11 +22,27 @@ from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.history import History, Verdict
 from egeria_core.policies import Policy, PolicyError, Reading, StaticPolicy, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
+from egeria_core.reference import ActivationMeter
 from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
 from egeria_core.savings import MoveCost, Savings, Schedule
-from egeria_core.watch import METERS, BringsMeter, LayerMap, Meter, Prefix, Watched, can_be_read
+from egeria_core.watch import (
+    BringsMeter,
+    LayerMap,
+    Meter,
+    MovementMeter,
+    Prefix,
+    Watched,
+    can_be_read,
+)
 
 log = logging.getLogger("egeria")
+
+METERS: dict[str, type[Meter]] = {
+    "nothing": Meter,
+    "plasticity": ActivationMeter,
+    "movement": MovementMeter,
+}
+"""By what a policy measures."""
 
 
 class FreezeController:

@@ -16,6 +16,17 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+SMOOTHED = 3
+"""Looks at the loss that are averaged into one value. Single batches differ by more than 10 % from
+each other at any stage of training, in either direction."""
+SHARE = 0.025
+"""Part of the schedule that lies between two looks, where its length is known. Looks a few steps
+apart differ by less than 10 % from the start, whatever there is to learn."""
+DROP = 0.1
+"""Of the rate at the frontmost freeze is a drop."""
+RISE = 2.0
+"""Times the lowest rate is a restart."""
+
 
 class Remembered:
     """Whose state is the attributes that its class names, of JSON types or of this kind too."""
@@ -72,38 +83,24 @@ class Bootstrap(Remembered):
 
     Args:
         change: Relative change that ends the stage; the paper's "permissively set" 10 %.
-        smoothing: Looks averaged into one value. Single batches differ by more than 10 % from
-            each other at any stage of training, in either direction.
-        share: Part of the schedule that lies between two looks, where its length is known. Looks
-            a few steps apart differ by less than 10 % from the start, whatever there is to learn.
         fall: The smoothed loss must be below its first value by this part. A loss that has not
             begun to fall changes as little as one that has settled. None: not asked for.
     """
 
     remembers = ("done", "_recent", "_previous", "_first")
 
-    def __init__(
-        self,
-        change: float = 0.1,
-        smoothing: int = 3,
-        *,
-        share: float = 0.025,
-        fall: float | None = 0.2,
-    ) -> None:
-        if change <= 0 or smoothing < 1:
-            raise ValueError(f"change and smoothing must be positive, got {change}, {smoothing}")
-        if not 0 <= share < 1 or not 0 <= (fall or 0) < 1:
-            raise ValueError(f"share and fall must lie in [0, 1), got {share} and {fall}")
-        self.change, self.share, self.fall = change, share, fall
+    def __init__(self, change: float = 0.1, fall: float | None = 0.2) -> None:
+        if change <= 0 or not 0 <= (fall or 0) < 1:
+            raise ValueError(f"change must be positive, fall in [0, 1), got {change} and {fall}")
+        self.change, self.fall = change, fall
         self.done = False
-        self._smoothing = smoothing
         self._recent: list[float] = []
         self._previous: float | None = None
         self._first: float | None = None
 
     def interval(self, every: int, total_steps: int | None) -> int:
-        """Return the steps between two looks: a multiple of `every`, at least `share`."""
-        apart = self.share * (total_steps or 0)
+        """Return the steps between two looks: a multiple of `every`, at least `SHARE`."""
+        apart = SHARE * (total_steps or 0)
         return every * max(1, math.ceil(apart / every))
 
     def observe(self, loss: float) -> bool:
@@ -112,8 +109,8 @@ class Bootstrap(Remembered):
             return True
         if self._first is None and math.isfinite(loss):
             self._first = loss
-        self._recent = [*self._recent, loss][-self._smoothing :]
-        if len(self._recent) < self._smoothing:
+        self._recent = [*self._recent, loss][-SMOOTHED:]
+        if len(self._recent) < SMOOTHED:
             return False
         smooth = sum(self._recent) / len(self._recent)
         previous, self._previous = self._previous, smooth
@@ -167,7 +164,7 @@ class UnfreezeRule(Protocol):
 
 
 class TenfoldDrop(Remembered):
-    """Unfreeze when every group's rate has fallen to `factor` of what it was at the first freeze.
+    """Unfreeze when every group's rate has fallen to a tenth of what it was at the first freeze.
 
     The reference point is the freeze of the *frontmost* layer (section 4.2.2): later freezes do
     not move it, an unfreeze clears it.
@@ -175,15 +172,12 @@ class TenfoldDrop(Remembered):
 
     remembers = ("_at_freeze",)
 
-    def __init__(self, factor: float = 0.1) -> None:
-        if not 0 < factor < 1:
-            raise ValueError(f"factor must lie between 0 and 1, got {factor}")
-        self.factor = factor
-        self._at_freeze: list[float] | None = None
+    def __init__(self) -> None:
+        self._at_freeze: list[float] = []
 
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Compare with the rates at the frontmost freeze."""
-        if frozen == 0 or self._at_freeze is None or len(self._at_freeze) != len(lr):
+        if frozen == 0 or len(self._at_freeze) != len(lr):
             # The layer freezes after this answer: the rate of the last step without frozen
             # layers is the rate at the freeze, even if it drops before the next step.
             self._at_freeze = list(lr)
@@ -191,27 +185,24 @@ class TenfoldDrop(Remembered):
         # A group that had no rate at the freeze (still warming up) has no drop to measure.
         ratios = [now / then for now, then in zip(lr, self._at_freeze, strict=True) if then > 0]
         # 0.1 * 0.1 is 0.010000000000000002: without the slack the drop would be missed.
-        return bool(ratios) and max(ratios) <= self.factor * (1 + 1e-6)
+        return bool(ratios) and max(ratios) <= DROP * (1 + 1e-6)
 
 
 class WarmRestart(Remembered):
-    """Unfreeze when the rate is `rise` times the lowest that there was while layers were frozen.
+    """Unfreeze when the rate is twice the lowest that there was while layers were frozen.
 
     For `CosineAnnealingWarmRestarts` and cyclical schedules.
     """
 
     remembers = ("_lowest",)
 
-    def __init__(self, rise: float = 2.0) -> None:
-        if rise <= 1:
-            raise ValueError(f"rise must be above 1, got {rise}")
-        self.rise = rise
+    def __init__(self) -> None:
         self._lowest = math.inf
 
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Follow the largest rate of all groups."""
         self._lowest = min(self._lowest, max(lr)) if frozen else max(lr)
-        return max(lr) >= self.rise * self._lowest > 0
+        return max(lr) >= RISE * self._lowest > 0
 
 
 def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:

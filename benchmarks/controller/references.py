@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.digits_task import ResNet
 from benchmarks.harness import in_turns, seconds
 from egeria_core import sp_loss
-from egeria_core.reference import Call, Probe
+from egeria_core.reference.capture import Call, Probe
 from egeria_core.reference.references import Reference, run_layer
 
 __all__ = ["reference_speeds"]

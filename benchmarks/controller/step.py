@@ -14,7 +14,7 @@ from benchmarks.digits_task import ResNet
 from benchmarks.harness import percentiles_ms
 from egeria_core import FreezeController
 from egeria_core.config import EvaluatorKind, ReferenceKind
-from egeria_core.reference import Hook
+from egeria_core.watch import Hook
 
 __all__ = ["step_cost"]
 

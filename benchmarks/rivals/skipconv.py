@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from egeria_core.policies import Measure, PlasticityPolicy
-from egeria_core.watch import ActivationMeter, Meter, Watched
+from egeria_core.reference import ActivationMeter
+from egeria_core.watch import Meter, Watched
 
 __all__ = ["SkipConvPolicy"]
 

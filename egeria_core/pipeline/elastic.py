@@ -18,26 +18,26 @@ from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
 from egeria_core.pipeline.engine import Engine, check_torch, count_rows, route
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
-from egeria_core.pipeline.transfer import Carrier, drop_block, make_room
+from egeria_core.pipeline.transfer import Carrier, place
 from egeria_core.ranks import wire_of
 
 log = logging.getLogger("egeria")
 
 
-def check_untied(model: nn.Module) -> None:
+def check_untied(model: nn.Sequential) -> None:
     """Refuse blocks that could not lie on different ranks.
 
     Raises:
-        ValueError: Two of them share a parameter or a buffer.
+        ValueError: Two of them are one, or share a parameter or a buffer.
     """
     owners: dict[int, str] = {}
-    for name, block in model.named_children():
-        for inner, tensor in [*block.named_parameters(), *block.named_buffers()]:
-            other = owners.setdefault(id(tensor), name)
+    for name, block in model._modules.items():
+        for part in (block, *block.parameters(), *block.buffers()):
+            other = owners.setdefault(id(part), name)
             if other != name:
                 raise ValueError(
-                    f"{inner!r} of block {name!r} is also part of block {other!r}; blocks of a "
-                    "pipeline lie on different ranks and cannot share a tensor: untie them"
+                    f"block {name!r} is block {other!r} too, or shares a tensor with it; blocks of "
+                    "a pipeline lie on different ranks: copy or untie them"
                 )
 
 
@@ -143,11 +143,6 @@ class ElasticPipeline:
     def has_front(self) -> bool:
         """Whether frozen blocks leave the pipeline."""
         return self.cache is not None or self.on_freeze != "stay"
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the blocks, in forward order."""
-        return [name for name, _ in self.model.named_children()]
 
     def owner(self, block: int) -> int:
         """Return the rank that trains a block."""
@@ -269,7 +264,7 @@ class ElasticPipeline:
             if self.rank != self.plan.homes[index]:
                 self._carrier.forget(block)
             if index not in held:
-                drop_block(block)
+                place(block, torch.device("meta"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: weights and optimizer state of its blocks, and the plan."""
@@ -304,7 +299,7 @@ class ElasticPipeline:
         self.plan = replace(self.plan.frozen_to(0, self.on_freeze), homes=tuple(state["homes"]))
         self._release()
         for index, weights in state["blocks"].items():
-            make_room(self._blocks[index], self.device)
+            place(self._blocks[index], self.device)
             self._blocks[index].load_state_dict(weights)
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)

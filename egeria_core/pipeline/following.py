@@ -51,13 +51,14 @@ class PipelineController(FreezeController):
         )
         # What freezing the first k layers saves is told by the plans that follow it.
         times = []
-        for frozen in (0, *(self._block_of(name) + 1 for name in self.boundaries)):
+        for frozen in range(len(self.layers)):
             plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
             times.append(plan.time())
         self._savings.saves = [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:
-        layers = LayerMap(self.model, self.pipeline.names, self.config.num_layers)
+        names = [name for name, _ in self.model.named_children()]
+        layers = LayerMap(self.model, names, self.config.num_layers)
         layers.settle()
         return layers
 
@@ -78,20 +79,12 @@ class PipelineController(FreezeController):
         return self.per_layer or self.front_owner == self.pipeline.rank
 
     def _follow(self) -> None:
-        boundary = self.boundary
-        self.pipeline.freeze_to(0 if boundary is None else self._block_of(boundary) + 1)
-
-    def _block_of(self, name: str) -> int:
-        return self.pipeline.names.index(name)
-
-    def owner(self, layer: int) -> int:
-        """Return the rank that trains a layer."""
-        return self.pipeline.owner(self._block_of(self._map.layers[layer].modules[0]))
+        self.pipeline.freeze_to(self.num_frozen)
 
     @property
     def front_owner(self) -> int:
         """The rank that trains the frontmost active layer."""
-        return self.owner(self._front)
+        return self.pipeline.owner(self._front)
 
 
 class _PipelineRanks(Ranks):
@@ -123,6 +116,6 @@ class _PipelineRanks(Ranks):
         head = longest % count
         joined: list[float | None] = list(next(r for r in readings if r)[:head])
         for place in range(longest - head):
-            own = readings[self._controller.owner(place % count)]
+            own = readings[self._controller.pipeline.owner(place % count)]
             joined.append(own[head + place] if own else None)
         return tuple(joined)

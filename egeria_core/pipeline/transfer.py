@@ -46,13 +46,13 @@ class Carrier:
         received: list[Any] = [None]
         dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
 
-        def place(storage: Any, location: str) -> Any:
+        def to_device(storage: Any, location: str) -> Any:
             # What an optimizer keeps on the host stays there.
             return storage if location == "cpu" else storage.to(device=self.device)
 
         file = io.BytesIO(received[0])
-        tensors, states = torch.load(file, map_location=place, weights_only=False)
-        make_room(block, self.device)
+        tensors, states = torch.load(file, map_location=to_device, weights_only=False)
+        place(block, self.device)
         for tensor, sent in zip(_own_tensors(block), tensors, strict=True):
             tensor.detach().copy_(sent)
         self.forget(block)
@@ -63,7 +63,7 @@ class Carrier:
     def share(self, block: nn.Module, source: int) -> None:
         """Give a block's weights to all ranks of the group."""
         if dist.get_rank(self.group) != source:
-            make_room(block, self.device)
+            place(block, self.device)
         peer = dist.get_global_rank(self.group, source)
         for tensor in _own_tensors(block):
             data = tensor.detach().to(self.wire).contiguous()
@@ -79,28 +79,24 @@ class Carrier:
         return [(optimizer, own) for own in block.parameters() for optimizer in self.optimizers]
 
 
-def make_room(block: nn.Module, device: torch.device) -> None:
-    """Give every tensor of a block that is on `meta` memory on `device`, with nothing in it."""
-    _replace(block, lambda tensor: torch.empty_like(tensor, device=device), is_meta=True)
+def place(block: nn.Module, device: torch.device) -> None:
+    """Give every tensor of a block memory on `device`, with nothing in it; on `meta` take it away.
 
-
-def drop_block(block: nn.Module) -> None:
-    """Give the memory of a block's tensors back."""
-    _replace(block, lambda tensor: torch.empty_like(tensor, device="meta"), is_meta=False)
-
-
-def _replace(block: nn.Module, make: Any, *, is_meta: bool) -> None:
+    What has memory already keeps it.
+    """
+    is_room = device.type != "meta"
     for parameter in block.parameters():
-        if parameter.is_meta == is_meta:
-            new = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
+        if parameter.is_meta == is_room:
+            data = torch.empty_like(parameter.detach(), device=device)
+            new = nn.Parameter(data, requires_grad=parameter.requires_grad)
             # What people hung on the parameter stays on it.
             new.__dict__.update(parameter.__dict__)
             new.__class__ = parameter.__class__
             torch.utils.swap_tensors(parameter, new)
     for module in block.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta == is_meta:
-                module._buffers[name] = make(buffer)
+            if buffer is not None and buffer.is_meta == is_room:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _own_tensors(block: nn.Module) -> Iterator[Tensor]:

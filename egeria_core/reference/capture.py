@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
 from egeria_core.ranks import plain_structure
+from egeria_core.watch import Hook
 
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
 # would attend to every token twice. Training never reads one.
@@ -66,25 +67,6 @@ def first_activation(output: Any, rows: int) -> Tensor | None:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (rows,):
             return leaf
     return None
-
-
-class Hook:
-    """Calls a function; a copy of the model gets an inert one, and no copy of the function's owner.
-
-    Args:
-        function: Called as the hook is; its answer is not used.
-    """
-
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Call the function, if there is one."""
-        if self._function is not None:
-            self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # by which copies are made as well
-        return Hook, ()
 
 
 class LayerTap:

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.skip import RandomState, Recorder, intercept, leaves_behind
 from egeria_core.ranks import unsharded_names
-from egeria_core.reference import Hook
 from egeria_core.watch.layers import Layer, draws, find_layers
 
 log = logging.getLogger("egeria")
@@ -58,6 +57,25 @@ class _Arithmetic(TorchDispatchMode):
         if count is not None:
             self.total += int(count(*args, **kwargs, out_val=result))
         return result
+
+
+class Hook:
+    """Calls a function; a copy of the model gets an inert one, and no copy of the function's owner.
+
+    Args:
+        function: Called as the hook is; its answer is not used.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function, if there is one."""
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by which copies are made as well
+        return Hook, ()
 
 
 class ForwardTrace:

@@ -20,17 +20,9 @@ from torch import Tensor, nn
 
 from egeria_core import EvaluatorError
 from egeria_core.history import Verdict
-from egeria_core.reference import (
-    Call,
-    Evaluator,
-    InlineEvaluator,
-    InputItem,
-    Probe,
-    ProcessEvaluator,
-    copy_modules,
-    copy_weights,
-)
-from egeria_core.reference.evaluators import send
+from egeria_core.reference.capture import Call, Probe, copy_modules, copy_weights
+from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, ProcessEvaluator, send
+from egeria_core.reference.references import InputItem
 from egeria_core.reference.worker import MainModule, serve
 from tests.helpers.core_nets import mlp
 

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from egeria_core import sp_loss
 from egeria_core.config import ReferenceKind
-from egeria_core.reference import LayerTap, Probe
-from egeria_core.reference.capture import copy_modules, copy_weights, first_activation
+from egeria_core.reference.capture import (
+    LayerTap,
+    Probe,
+    copy_modules,
+    copy_weights,
+    first_activation,
+)
 from egeria_core.reference.references import Reference, ReferenceRunner, run_layer
 from egeria_core.watch import LayerMap
 from tests.helpers.core_nets import FAMILIES, family_batch, mlp

@@ -151,8 +151,10 @@ def refusals() -> dict[str, Any]:
     with pytest.raises(ValueError, match="on_freeze must be"):
         make(make_blocks(), on_freeze="spread")
     shared = [*make_blocks(), blocks[0], blocks[0].linear]  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"block '9' is also part of block '8'.*untie"):
+    with pytest.raises(ValueError, match=r"block '9' .* block '8' .*untie"):
         make(shared)
+    with pytest.raises(ValueError, match="block '8' is block '0' too"):
+        make([*blocks, blocks[0]])
     with pytest.raises(ValueError, match="8 blocks and 9 costs"):
         make(make_blocks(), costs=[1.0] * 9)
     pipeline, _ = make(blocks)

@@ -204,7 +204,8 @@ def test_a_training_run_is_right_in_any_order(tmp_path, order, whole_bytes):
 @given(order=ORDERS)
 def evaluator_property(order):
     """The weights and activations that are judged are those of their step."""
-    from egeria_core.reference import Call, InputItem, Probe, copy_weights
+    from egeria_core.reference.capture import Call, Probe, copy_weights
+    from egeria_core.reference.references import InputItem
 
     with late(order) as device:
         layer = torch.nn.Linear(3, 3, bias=False).to(DEVICE)

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from egeria_cache.device import Held, device_of, mark, runs_late, to_host
-from egeria_core import reference
 from egeria_core.history import Verdict
-from egeria_core.watch.meters import Meter, Watched
+from egeria_core.reference.capture import Call, LayerTap, Probe, copy_modules, copy_weights
+from egeria_core.reference.evaluators import Evaluator, InlineEvaluator, ProcessEvaluator
+from egeria_core.reference.references import EvaluatorError, InputItem, sp_loss
+from egeria_core.watch import Meter, Watched
 
 log = logging.getLogger("egeria")
 
@@ -30,26 +32,26 @@ class ActivationMeter(Meter):
     both in inference mode: Dropout's noise and batch statistics are no part of the reading.
     """
 
-    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(reference.sp_loss)
+    distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(sp_loss)
     """Of the two activations; a function that can be pickled, for an evaluator in a process."""
 
     def __init__(self, watched: Watched) -> None:
         self._model, self._layers, self._every = watched.model, watched.layers, watched.every
         self._config, self._history = watched.config, watched.history
         self._tapped: list[tuple[str, ...]] = []
-        self._tap = reference.LayerTap(self._model, [])
+        self._tap = LayerTap(self._model, [])
         self._rows = PROBE_ROWS
         self._misses = self._short = self._drops = 0
         self._undecided: list[Verdict] = []
         self._held = Held()
-        self._kept: reference.InputItem | None = None
+        self._kept: InputItem | None = None
         """What the reference was made of."""
         self._costly = False
         self.bind()
         # A process takes seconds to start; the bootstrapping stage is time enough.
         kind = self._config.evaluator_for(device_of(self._model).type)
-        make = reference.ProcessEvaluator if kind == "process" else reference.InlineEvaluator
-        self._evaluator: reference.Evaluator | None = make(self._config.reference)
+        make = ProcessEvaluator if kind == "process" else InlineEvaluator
+        self._evaluator: Evaluator | None = make(self._config.reference)
 
     @property
     def _layer(self) -> int | None:
@@ -61,7 +63,7 @@ class ActivationMeter(Meter):
         names = [layer.modules for layer in self._layers.layers[:-1]]
         if names != self._tapped:
             self._tap.close()
-            self._tapped, self._tap = names, reference.LayerTap(self._model, names)
+            self._tapped, self._tap = names, LayerTap(self._model, names)
 
     def prepare(self, frozen: int) -> None:
         """Arm the front layer's hooks."""
@@ -93,22 +95,22 @@ class ActivationMeter(Meter):
             modules, device = self._modules(probe), device_of(self._model)
             if runs_late(device):
                 probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
-            weights = reference.copy_weights(modules)
+            weights = copy_weights(modules)
             structure = self._structure(modules) if new else None
             self._submit(
-                reference.InputItem(
+                InputItem(
                     step, frozen, probe, judge, refresh, weights, structure, self.distance,
                     mark(device),
                 )
             )  # fmt: skip
 
-    def _modules(self, probe: reference.Probe) -> list[nn.Module]:
+    def _modules(self, probe: Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
 
     def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
-        return [module.cpu() for module in reference.copy_modules(modules)]
+        return [module.cpu() for module in copy_modules(modules)]
 
-    def _submit(self, item: reference.InputItem) -> None:
+    def _submit(self, item: InputItem) -> None:
         if self._evaluator is None:
             return
         # A copy into memory that was given back, because the item was dropped, would hit others'.
@@ -116,7 +118,7 @@ class ActivationMeter(Meter):
         kept = replace(item, modules=None)
         try:
             accepted = self._evaluator.submit(item)
-        except reference.EvaluatorError as error:
+        except EvaluatorError as error:
             self._lose(item.step, error)
             return
         if not accepted:
@@ -138,7 +140,7 @@ class ActivationMeter(Meter):
             )  # fmt: skip
             self._history.add("tap_silent", step, layer=frozen, boundary=name)
 
-    def _is_long_enough(self, probe: reference.Probe, step: int) -> bool:
+    def _is_long_enough(self, probe: Probe, step: int) -> bool:
         """Return whether the batch fills the probe; a few short ones in a row shrink the probe."""
         if probe.num_rows == self._rows:
             self._short = 0
@@ -155,7 +157,7 @@ class ActivationMeter(Meter):
         verdicts, self._undecided = self._undecided, []
         try:
             fresh = [] if self._evaluator is None else self._evaluator.poll(timeout_s)
-        except reference.EvaluatorError as error:
+        except EvaluatorError as error:
             self._lose(-1, error)
             return verdicts
         for verdict in fresh:
@@ -209,9 +211,9 @@ class ActivationMeter(Meter):
         self._undecided = [Verdict(*verdict) for verdict in state["undecided"]]
         if state["kept"] is not None:
             step, layer, calls, rows, weights = state["kept"]
-            probe = reference.Probe([reference.Call(*call) for call in calls], rows)
+            probe = Probe([Call(*call) for call in calls], rows)
             modules = self._structure(self._modules(probe))
-            self._submit(reference.InputItem(step, layer, probe, False, True, weights, modules))
+            self._submit(InputItem(step, layer, probe, False, True, weights, modules))
         self._costly = state["costly"]
 
     def close(self) -> None:
