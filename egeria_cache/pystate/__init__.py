@@ -10,17 +10,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 """
 
 from egeria_cache.pystate.bytecode import names_in
-from egeria_cache.pystate.code import (
-    Code,
-    attributes_held,
-    bases_of,
-    found_in,
-    has_settings,
-    in_class,
-    is_followed,
-    is_value,
-    reached,
-)
+from egeria_cache.pystate.code import Code, found_in, has_settings, is_followed, is_value, reached
 from egeria_cache.pystate.content import Content, describe, digest, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
 from egeria_cache.pystate.look import Portrait, is_below
@@ -30,7 +20,10 @@ from egeria_cache.pystate.objects import (
     MODELS,
     Reach,
     StandIn,
+    attributes_held,
+    bases_of,
     entries,
+    in_class,
     is_beyond,
     is_compiled,
     is_installed_code,

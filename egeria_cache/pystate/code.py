@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import itertools
 import sys
 import types
 from argparse import Namespace
@@ -28,8 +27,8 @@ from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.bytecode import Names, code_text, names_in
 from egeria_cache.pystate.content import describe
-from egeria_cache.pystate.objects import is_foreign, is_installed_code, is_library, own_attributes
-from egeria_cache.pystate.places import LEADS, led_to
+from egeria_cache.pystate.objects import in_class, is_installed_code, is_library, own_attributes
+from egeria_cache.pystate.places import LEADS, parts_of
 
 _MAX_FUNCTIONS = 512
 _MAX_HELD, _MAX_DEPTH = 256, 4
@@ -95,14 +94,13 @@ class Code:
         total = xxhash.xxh3_128()
         for function in self.functions.values():
             total.update(code_text(function.__code__))
-            total.update(describe((function.__defaults__, function.__kwdefaults__)))
-            total.update(describe(attributes_held(function)))
+            defaults = function.__defaults__, function.__kwdefaults__
+            total.update(describe((*defaults, objects.attributes_held(function))))
         for (_, name), scope in self.globals.items():
             total.update(name.encode() + self._describe(scope.get(name)))
         for owner, name in self.named:
-            value = in_class(owner, name)
-            if is_value(value):
-                total.update(f"{owner.__qualname__}.{name}".encode() + describe(value))
+            held = self._describe(in_class(owner, name))
+            total.update(f"{owner.__qualname__}.{name}".encode() + held)
         for cell in self.cells:
             total.update(self._describe(cell.cell_contents))
         return total.hexdigest()
@@ -127,11 +125,13 @@ class Code:
 
     def names_of(self, value: Any) -> frozenset[str]:
         """Return the names under which it may read of an object's class, or of a class."""
-        return self.names.union(*map(vars, bases_of(_kind(value)) if None in self.whole else ()))
+        return self.names.union(
+            *map(vars, objects.bases_of(_kind(value)) if None in self.whole else ())
+        )
 
     def read_of(self, kind: type, names: Iterable[str]) -> list[str]:
         """Return the names under which a class has something, and no count."""
-        bases = bases_of(kind)
+        bases = objects.bases_of(kind)
         read = (n for n in sorted(names) if not any((id(base), n) in self.unread for base in bases))
         return [name for name in read if in_class(kind, name) is not None]
 
@@ -179,7 +179,7 @@ class Code:
         cannot be told.
         """
         own, names = own_attributes(value), {*self.names}
-        for base in bases_of(type(value)):
+        for base in objects.bases_of(type(value)):
             for name, part in vars(base).items():
                 if isinstance(part, dict):
                     names.update(str(part[key]) for key in part.keys() & self.names)
@@ -265,7 +265,7 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
     """
     itself = tuple[str, ...]()
     if names.whole and owner is not None and issubclass(owner, nn.Module):
-        methods = (one for base in bases_of(owner) for one in vars(base).values())
+        methods = (one for base in objects.bases_of(owner) for one in vars(base).values())
         if any(found is function for one in methods for found in _functions(one)):
             itself = function.__code__.co_varnames[:1]
     for name in names.whole:
@@ -283,28 +283,14 @@ def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
         yield from ((found, type(module)) for one in both for found in _functions(one))
 
 
-def attributes_held(function: types.FunctionType) -> dict[str, Any]:
-    """Return the attributes of a function; of one that a library wraps around another, but for
-    what is its own, a memo say.
-    """
-    own = vars(function)
-    if not own or not is_installed_code(function.__code__):
-        return own
-    return {name: part for name, part in own.items() if not name.startswith("_")}
-
-
 def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Yield a value, and what its containers and the user's own objects in it hold."""
     yield value
-    if isinstance(value, LEADS):
-        value = [led_to(value)]
-    elif isinstance(value, types.BuiltinMethodType):
-        value = [] if isinstance(value.__self__, types.ModuleType) else [value.__self__]
-    elif isinstance(value, functools.partial):
-        value = [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (types.BuiltinMethodType, functools.partial, *LEADS)):
+        value = [one for one in parts_of(value) if not isinstance(one, types.ModuleType)]
     held = own_attributes(value) if has_settings(value) else value
     if isinstance(value, types.FunctionType):
-        held = attributes_held(value)
+        held = objects.attributes_held(value)
     is_container = isinstance(held, list | tuple | dict | types.MappingProxyType)
     if depth and is_container and len(held) <= _MAX_HELD:
         for one in list(held if isinstance(held, list | tuple) else held.values()):
@@ -318,7 +304,7 @@ def has_settings(value: Any) -> bool:
         is_library(kind.__module__) and kind not in (types.SimpleNamespace, Namespace)
     ):
         return False
-    return isinstance(value, type) or not (is_foreign(value) or is_value(value))
+    return isinstance(value, type) or not (objects.is_foreign(value) or is_value(value))
 
 
 def is_followed(kind: type) -> bool:
@@ -344,18 +330,6 @@ def is_value(value: Any) -> bool:
 
 def _kind(value: Any) -> type:
     return value if issubclass(type(value), type) else type(value)  # `list[int]` is none
-
-
-def in_class(owner: type, name: str) -> Any:
-    """Return what a module's class has under a name, as it stands there; None if it has nothing."""
-    return next((vars(base)[name] for base in bases_of(owner) if name in vars(base)), None)
-
-
-def bases_of(owner: type) -> list[type]:
-    """Return a class and its bases, up to PyTorch's own, or Python's, and its metaclass."""
-    ends = (nn.Module, object)
-    bases = list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
-    return bases + [base for base in type.mro(type(owner))[:-2] if not is_installed(base)]
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_dict, own_slots
-from egeria_cache.pystate.places import Generator, place_of
+from egeria_cache.pystate.places import GENERATORS, Generator
 from egeria_cache.pystate.prints import plain_print, tensor_print
 
 _MADE_IN_PYTHON = 1 << 9
@@ -119,12 +119,11 @@ class Content:
             self.is_all &= _is_plain_object(value)
 
     def _add_object(self, path: str, value: Any, depth: int) -> None:
-        place = place_of("", value, 0, 0)
-        if isinstance(place, Generator):
-            self._add(f"{path}.<state>", place.read(value), depth)
-            return
-        held = own_dict(value)
-        held = held if held is not None else outside_state(value) or own_slots(value)
+        held: Any = own_dict(value)
+        if isinstance(value, GENERATORS):
+            held = Generator("", value).read(value)
+        elif held is None:
+            held = outside_state(value) or own_slots(value)
         if isinstance(held, dict):
             for name, part in held.items():
                 self._add(f"{path}.{name}", part, depth)

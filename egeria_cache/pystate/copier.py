@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 import types
 import weakref
@@ -303,14 +302,6 @@ class Copier:
         new = self(target)
         return value if new is target else self._keep(value, weakref.ref(new))
 
-    def _weak_container(self, value: Any) -> Any:
-        new = self._keep(value, type(value)())
-        if isinstance(value, weakref.WeakSet):
-            new.update([self(item) for item in list(value)])
-        else:
-            new.update({self(key): self(item) for key, item in list(value.items())})
-        return new
-
     def _other(self, value: Any) -> Any:
         if objects.leads_out(value):
             return self._outside(value)
@@ -370,13 +361,8 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     nn.Parameter: Copier._tensor,
     tuple: Copier._fixed_items,
     **dict.fromkeys(_MUTABLE, Copier._container),
-    random.Random: Copier._generator,
     type(threading.Lock()): lambda of, it: of._keep(it, it if it.locked() else threading.Lock()),
     type(threading.RLock()): lambda of, it: of._keep(it, it if it._is_owned() else type(it)()),
-    weakref.ref: Copier._weak,
-    weakref.WeakKeyDictionary: Copier._weak_container,
-    weakref.WeakValueDictionary: Copier._weak_container,
-    weakref.WeakSet: Copier._weak_container,
 }
 _FAMILIES: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (StandIn, Copier._our_own),
@@ -385,6 +371,7 @@ _FAMILIES: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (np.ndarray, Copier._array),
     (GENERATORS, Copier._generator),
     (functools.partial, Copier._partial),
+    (weakref.ref, Copier._weak),
     (_MUTABLE, Copier._container),
     ((tuple, frozenset), Copier._fixed_items),
 )

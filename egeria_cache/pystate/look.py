@@ -19,6 +19,8 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
+from inspect import getattr_static
 from itertools import islice
 from threading import local
 from typing import Any
@@ -210,12 +212,7 @@ class Portrait(Snapshot):
         """Note what the place holds by name; return what else it holds."""
         if isinstance(place, Names) and str(place.where.get("__file__")).startswith(LIBRARIES):
             return []
-        is_array = isinstance(place.where, Tensor | np.ndarray)
-        is_pickled = (
-            not is_array
-            and objects.is_pickled_otherwise(type(place.where))
-            and places.sketch_of("", place.where)
-        )
+        is_pickled = objects.is_pickled_otherwise(type(place.where))
         is_vouched = id(place.where) in self._vouched
         if isinstance(place, Attributes):
             if isinstance(place.where, MEMORY) or (is_pickled and not is_vouched):
@@ -240,11 +237,10 @@ class Portrait(Snapshot):
                 return [(at, part) for at, part in named if not self._is_noted(at, part)]
             return [(at, part) for at, part in found if type(part) not in ATOMS]
         if isinstance(place, Attributes) and is_vouched:
-            tops = (f"{place.path}.indices", *(f"{place.path}.{name}" for name in _OWN))
-            found = [
-                one for one in found
-                if one[0] == tops[0] or (one[0] not in tops and _is_active(one[1]))
-            ]  # fmt: skip
+            own = {f"{place.path}.{name}" for name in _OWN}
+            indices = f"{place.path}.indices"
+            found = [one for one in found if one[0] == indices or _is_active(one[1])]
+            found = [one for one in found if one[0] not in own]
         found = [one for one in found if not one[0].endswith(".__module__")]
         return [(at, part) for at, part in found if not self._is_noted(at, part)]
 
@@ -377,9 +373,7 @@ def _own_fingerprint(value: Any) -> Any:
     """Return what a data set says of itself; None if it does not."""
     for name in _OWN:
         # Not what a wrapper hands on from the data set inside of it.
-        if name in (objects.own_dict(value) or {}) or any(
-            name in base.__dict__ for base in type(value).__mro__
-        ):
+        if getattr_static(value, name, None) is not None:
             own = getattr(value, name)
             with Attempt():
                 return own() if callable(own) else own
@@ -398,14 +392,8 @@ def _text(value: Any) -> str:
     return kind_name(type(value)) if " at 0x" in text else text
 
 
-_CODE: dict[int, tuple[types.CodeType, int, tuple[str, ...]]] = {}
-"""Code by its identity, which keeping it here makes last: its print, and what may be variables of
-the environment."""
-
-
+@lru_cache(4096)
 def _look_at_code(code: types.CodeType) -> tuple[int, tuple[str, ...]]:
-    known = _CODE.get(id(code))
-    if known is None:
-        settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
-        known = _CODE[id(code)] = code, xxhash.xxh3_64_intdigest(code_text(code)), settings
-    return known[1:]
+    """Return the print of code, and what may be variables of the environment."""
+    settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
+    return xxhash.xxh3_64_intdigest(code_text(code)), settings

@@ -266,15 +266,10 @@ def own_dict(value: Any) -> dict[str, Any] | None:
 
 def own_attributes(value: Any) -> dict[str, Any]:
     """Return what any object holds by name, in its dict and in slots."""
-    return {**(own_dict(value) or {}), **slots_of(value)}
+    return {**(own_dict(value) or {}), **own_slots(value)}
 
 
 def own_slots(value: Any) -> dict[str, Any]:
-    """Return what an object of a user's class holds in slots."""
-    return {} if is_foreign(value) else slots_of(value)
-
-
-def slots_of(value: Any) -> dict[str, Any]:
     """Return what any object holds in slots; none of the standard library's, which keep there what
     they have worked out.
     """
@@ -293,6 +288,28 @@ def slot_names(cls: type) -> list[str]:
     """Return the names in `__slots__` of a class and its bases, as pickling finds them."""
     names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     return names
+
+
+def attributes_held(function: types.FunctionType) -> dict[str, Any]:
+    """Return the attributes of a function; of one that a library wraps around another, but for
+    what is its own, a memo say.
+    """
+    own = vars(function)
+    if not own or not is_installed_code(function.__code__):
+        return own
+    return {name: part for name, part in own.items() if not name.startswith("_")}
+
+
+def in_class(owner: type, name: str) -> Any:
+    """Return what a module's class has under a name, as it stands there; None if it has nothing."""
+    return next((vars(base)[name] for base in bases_of(owner) if name in vars(base)), None)
+
+
+def bases_of(owner: type) -> list[type]:
+    """Return a class and its bases, up to PyTorch's own, or Python's, and its metaclass."""
+    ends = (nn.Module, object)
+    bases = list(itertools.takewhile(lambda base: base not in ends, owner.__mro__))
+    return bases + [base for base in type.mro(type(owner))[:-2] if not is_installed(base)]
 
 
 def is_data_set(value: Any) -> bool:
@@ -344,7 +361,8 @@ def is_pickled_otherwise(kind: type) -> bool:
     """Whether objects of a library's class say themselves what they are made of: tables, say."""
     names = ("__reduce__", "__reduce_ex__", "__getstate__")
     own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
-    return own and is_installed(kind) and not is_standard(kind)
+    is_value = issubclass(kind, (Tensor, np.ndarray, np.generic, np.dtype, nn.Module))
+    return own and is_installed(kind) and not (is_value or is_standard(kind))
 
 
 def state_of(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ dict of them; a container, an array or a generator as a copy of its content.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import random
@@ -53,6 +54,24 @@ def led_to(value: Any) -> Any:
     return value.get(None) if isinstance(value, ContextVar) else value()
 
 
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (_METHODS, ("__func__", "__self__")),
+    (types.FunctionType, ("__defaults__", "__kwdefaults__")),
+    (functools.partial, ("func", "args", "keywords")),
+    (property, ("fget", "fset")),
+    (staticmethod | classmethod, ("__func__",)),
+)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return what code that is bound to something, or one of `LEADS`, consists of."""
+    for kinds, names in _PARTS:
+        if isinstance(value, kinds):
+            return [getattr(value, name, None) for name in names]
+    return [led_to(value)] if isinstance(value, LEADS) else []
+
+
 @dataclass(slots=True)
 class Place:
     """One thing whose content may change."""
@@ -62,12 +81,6 @@ class Place:
 
     has_names: ClassVar[bool] = False
     """Whether it holds things of their own, by name."""
-    is_reached: ClassVar[bool] = False
-    """Whether code finds things here: globals, variables of closures, of classes; in containers."""
-
-    def mark(self, name: Any) -> Any:
-        """Return what tells it, or what has a name in it, from all else."""
-        return id(self.where) if name is None else (id(self.where), name)
 
     def read(self, where: Any) -> Any:
         """Return what `where` holds, which is this or a copy of it."""
@@ -81,7 +94,6 @@ class Place:
 class Named(Place):
     """What has names."""
 
-    __slots__ = ()
     has_names = True
 
     def write(self, where: Any, kept: dict[Any, Any]) -> None:
@@ -104,8 +116,6 @@ class Named(Place):
 
 class Attributes(Named):
     """What an object holds: in its dict, and in its slots."""
-
-    __slots__ = ()
 
     def read(self, where: Any) -> dict[str, Any]:
         """Return them; of a module, but for what stands on one that is held."""
@@ -136,9 +146,6 @@ class Attributes(Named):
 class OfClass(Named):
     """The attributes of a class."""
 
-    __slots__ = ()
-    is_reached = True
-
     def read(self, where: type) -> dict[str, Any]:
         """Return all but the interpreter's own; special methods are code like others."""
         own, function = vars(where).items(), types.FunctionType
@@ -159,8 +166,6 @@ class Names(Named):
 
     names: Iterable[str]
 
-    is_reached: ClassVar[bool] = True
-
     def read(self, where: dict[str, Any]) -> dict[str, Any]:
         """Return those that there are."""
         return {name: where[name] for name in self.names if name in where}
@@ -169,8 +174,6 @@ class Names(Named):
 class Parts(Named):
     """What a function is made of, but for its variables."""
 
-    __slots__ = ()
-
     def read(self, where: types.FunctionType) -> dict[str, Any]:
         """Return its code, and its defaults."""
         return {name: getattr(where, name) for name in _FUNCTION_PARTS}
@@ -178,13 +181,6 @@ class Parts(Named):
 
 class Cell(Named):
     """A variable of a closure; the last part of its path is its name."""
-
-    __slots__ = ()
-    is_reached = True
-
-    def mark(self, name: Any) -> Any:
-        """Return the same for the variable as for its cell."""
-        return id(self.where)
 
     def read(self, where: types.CellType) -> dict[str, Any]:
         """Return it, if it was assigned."""
@@ -204,9 +200,6 @@ class Cell(Named):
 
 class Items(Place):
     """What a container holds; none of its class's code is run."""
-
-    __slots__ = ()
-    is_reached = True
 
     def read(self, where: Any) -> Any:
         """Return its items, in a plain container."""
@@ -236,8 +229,6 @@ class Items(Place):
 class Length(Place):
     """How long a list is that is too long to be kept."""
 
-    __slots__ = ()
-
     def read(self, where: list[Any]) -> range:
         """Return it as a range of so many."""
         return range(len(where))
@@ -253,8 +244,6 @@ class Length(Place):
 class Sketch(Place):
     """What shows at once of what is too large to be kept, or is no place: it cannot be put back."""
 
-    __slots__ = ()
-
     def read(self, where: Any) -> tuple[Any, list[Any]] | None:
         """Return what is compared by value, and things by identity; None if nobody can tell."""
         with Attempt(), torch._C.DisableTorchFunctionSubclass():
@@ -263,7 +252,10 @@ class Sketch(Place):
                 place = where.data_ptr() if where.layout == torch.strided else 0
                 return (seen, place, where.shape), []
             if isinstance(where, (np.ndarray, *BUFFERS, *MEMORY)):
-                return _here_and_there(where)
+                array = where if isinstance(where, np.ndarray) else bytes_in(where)
+                some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]
+                is_plain = not array.dtype.hasobject
+                return ((array.shape, some), []) if is_plain else (array.shape, some.tolist())
             if isinstance(where, LEADS):
                 return (), [led_to(where)]
             if isinstance(where, dict | list | set | deque | types.MappingProxyType):
@@ -293,12 +285,6 @@ def bytes_in(where: Any) -> np.ndarray:
     return np.frombuffer(held.encode() if isinstance(held, str) else held, np.uint8)
 
 
-def _here_and_there(where: Any) -> tuple[Any, list[Any]]:
-    array = where if isinstance(where, np.ndarray) else bytes_in(where)
-    some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]
-    return (array.shape, some.tolist()) if array.dtype.hasobject else ((array.shape, some), [])
-
-
 def _some_items(where: Any) -> list[Any]:
     if isinstance(where, list):
         return list.__getitem__(where, slice(None, None, len(where) // NUM_SEEN or 1))
@@ -309,8 +295,6 @@ def _some_items(where: Any) -> list[Any]:
 
 class Elements(Place):
     """What a tensor, an array, or other memory holds."""
-
-    __slots__ = ()
 
     def read(self, where: Any) -> Any:
         """Return a copy of it."""
@@ -347,8 +331,6 @@ _OLD: Any = (random.Random, np.random.RandomState)
 class Generator(Place):
     """Where a generator of random numbers is."""
 
-    __slots__ = ()
-
     def read(self, where: Any) -> Any:
         """Return its state, as bytes."""
         if isinstance(where, torch.Generator):
@@ -377,9 +359,9 @@ class Generator(Place):
             bits.state = type(bits)(seed).state
 
 
-GENERATORS = (
-    torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator
-)  # fmt: skip
+REACHED = (OfClass, Names, Cell, Items)
+"""Where code finds things: globals, variables of closures, of classes; in containers."""
+GENERATORS = torch.Generator, np.random.Generator, np.random.BitGenerator, *_OLD
 
 
 def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | None:
@@ -399,8 +381,7 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
         return Elements(path, value) if is_kept else None
     if isinstance(value, MEMORY):
         return Elements(path, value) if memoryview(value).nbytes <= max_bytes else None
-    is_random = isinstance(value, (*GENERATORS, random.Random))
-    return Generator(path, value) if is_random else None
+    return Generator(path, value) if isinstance(value, GENERATORS) else None
 
 
 _SKETCHED = Tensor, np.ndarray, *BUFFERS, dict, list, set, deque, types.MappingProxyType
@@ -410,9 +391,7 @@ def sketch_of(path: str, value: Any) -> Sketch | None:
     """Return what a glance sees of what `place_of` keeps nothing of, or only the length."""
     if isinstance(value, (*_SKETCHED, *MEMORY, *LEADS)):
         return Sketch(path, value)
-    is_value = isinstance(value, nn.Module | np.generic | np.dtype)
-    is_seen = not is_value and objects.is_pickled_otherwise(type(value))
-    return Sketch(path, value) if is_seen else None
+    return Sketch(path, value) if objects.is_pickled_otherwise(type(value)) else None
 
 
 _OF_THE_HOST = tuple(Generator("", single) for single in SINGLES)

@@ -6,7 +6,6 @@ with what they inherit, and the globals that code of the user's reads and assign
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 import types
@@ -29,16 +28,7 @@ from egeria_cache.pystate.bytecode import globals_of
 from egeria_cache.pystate.content import describe, tensor_digest
 from egeria_cache.pystate.copier import Copier
 from egeria_cache.pystate.objects import ATOMS, MEMORY, MODELS, Reach
-from egeria_cache.pystate.places import LEADS, Elements, Generator, Place
-
-_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (_METHODS, ("__func__", "__self__")),
-    (types.FunctionType, ("__defaults__", "__kwdefaults__")),
-    (functools.partial, ("func", "args", "keywords")),
-    (property, ("fget", "fset")),
-    (staticmethod | classmethod, ("__func__",)),
-)
+from egeria_cache.pystate.places import Elements, Generator, Place
 
 
 class Snapshot:
@@ -158,7 +148,8 @@ class Snapshot:
         """Return it with copies of what cannot be set back."""
         values = kept.values() if isinstance(kept, dict) else kept if type(kept) is list else ()
         kinds = frozenset(map(type, values))
-        is_reached = place.is_reached and not (self._reach.follows_code or kinds <= ATOMS)
+        is_reached = not (self._reach.follows_code or kinds <= ATOMS)
+        is_reached &= isinstance(place, places.REACHED)
         if not is_reached and not any(map(objects.is_iterator, kinds)):
             return kept
         if isinstance(kept, list):
@@ -184,15 +175,12 @@ class Snapshot:
             if not isinstance(value, Tensor):
                 yield from self._items(path, value)
             return
-        for kinds, names in _PARTS:
-            if isinstance(value, kinds):
-                yield from ((path, getattr(value, name, None)) for name in names)
         if isinstance(value, type):
             yield from ((base.__qualname__, base) for base in value.__bases__)
-        elif isinstance(value, LEADS):
-            yield path, places.led_to(value)
         elif isinstance(value, local):
             yield path, vars(value)
+        else:
+            yield from ((path, part) for part in places.parts_of(value))
 
     def _items(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         mapping = isinstance(value, dict | types.MappingProxyType)
@@ -233,7 +221,7 @@ class Snapshot:
             isinstance(value, objects.StandIn) and not value.is_copied
         ):
             return
-        if objects.own_dict(value) is not None or objects.slots_of(value):
+        if objects.own_dict(value) is not None or objects.own_slots(value):
             yield places.Attributes(path, value)
 
 
@@ -270,8 +258,9 @@ class Moved:
 
     @property
     def mark(self) -> Any:
-        """What tells the place from others; see `Code.unread`."""
-        return self.place.mark(self.key)
+        """What tells the place from others, a variable like its cell; see `Code.unread`."""
+        is_all = self.key is None or isinstance(self.place, places.Cell)
+        return id(self.where) if is_all else (id(self.where), self.key)
 
     def has_gone_on(self) -> bool:
         """Whether it is where it can be put ahead from."""
@@ -334,52 +323,14 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
         once: What it was.
         twice: What it is.
         by: How many calls to put it ahead.
-        wholly: Only what moves in every part of it; all of it is put ahead.
+        wholly: Only what is numbers, all of which move.
     """
-    if wholly:
-        return _all_ahead(once, twice, by) if _counts(once, twice) else None
-    return _ahead(once, twice, by)
-
-
-def _is_alike(a: Any, b: Any) -> bool:
-    return _same(a, b) or describe(a) == describe(b)
-
-
-def _counts(once: Any, twice: Any) -> bool:
-    """Whether it is another, and nothing of it is only looked up."""
-    if _is_alike(once, twice):
-        return False
-    if isinstance(once, list) and isinstance(twice, list):
-        pairs = list(zip(once, twice, strict=False))
-        if len(twice) > len(once):
-            return all(itertools.starmap(_is_alike, pairs))
-        if len(twice) < len(once) or any(itertools.starmap(_is_alike, pairs)):
-            return False
-    return _is_number(twice)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_number, value))
-    if isinstance(value, Tensor):
-        return value.dtype != torch.bool and type(value) is Tensor
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "iuf"
-    return type(value) in (int, float)
-
-
-def _all_ahead(once: Any, twice: Any, by: int) -> Any:
-    if isinstance(twice, list) and len(twice) > len(once or ()):
-        return twice + twice[-1:] * by
-    if isinstance(twice, list | tuple):
-        return type(twice)(_all_ahead(one, one, by) for one in twice)
-    return twice + by
-
-
-def _ahead(once: Any, twice: Any, by: int) -> Any:
-    """Return what has gone from one value to another, further on; None for what goes nowhere."""
     kind: Any = type(twice)
+    if once is None and kind in (int, float, list):
+        once = kind()
     if once is twice or type(once) is not kind or kind is bool:
+        return None
+    if wholly and not _counts(once, twice):
         return None
     if kind is itertools.count:
         start, *step = objects.start_of(twice)
@@ -394,18 +345,22 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
     if isinstance(twice, dict):
         if len(once) < len(twice):
             return twice | dict.fromkeys(range(len(twice), len(twice) + by), [*twice.values()][-1])
-        ahead = {key: _ahead(once.get(key), value, by) for key, value in twice.items()}
-        moved = {key: value for key, value in ahead.items() if value is not None}
+        parts = {key: ahead(once.get(key), value, by) for key, value in twice.items()}
+        moved = {key: value for key, value in parts.items() if value is not None}
         return twice | moved if moved else None
     if isinstance(twice, set):
         return {*twice, *range(len(twice), len(twice) + by)} if len(once) < len(twice) else None
-    if not issubclass(kind, str | bytes | bytearray | array | list | tuple):
-        return None
+    is_row = issubclass(kind, str | bytes | bytearray | array | list | tuple)
+    return _row_ahead(once, twice, by) if is_row else None
+
+
+def _row_ahead(once: Any, twice: Any, by: int) -> Any:
+    """Return one that grows with more of its last item, or what has moved in it further on."""
     if len(once) < len(twice):
         return twice + twice[-1:] * by
     if len(once) > len(twice) or isinstance(twice, str):
         return None
-    parts = [_ahead(a, b, by) for a, b in zip(once, twice, strict=True)]
+    parts = [ahead(a, b, by) for a, b in zip(once, twice, strict=True)]
     if all(part is None for part in parts):
         return None
     parts = [b if part is None else part for part, b in zip(parts, twice, strict=True)]
@@ -414,3 +369,21 @@ def _ahead(once: Any, twice: Any, by: int) -> Any:
     if isinstance(twice, bytes | bytearray):
         return type(twice)(part % 256 for part in parts)
     return tuple(parts) if isinstance(twice, tuple) else parts
+
+
+def _counts(once: Any, twice: Any) -> bool:
+    """Whether it is numbers, and all of them are others; or more of them."""
+    if isinstance(twice, list | tuple):
+        once = twice[:0] if once is None else once
+        more = twice[len(once) :]
+        if more:
+            return _is_alike(once, twice[: len(once)]) and all(_counts(None, one) for one in more)
+        return len(once) == len(twice) and all(map(_counts, once, twice))
+    if isinstance(twice, Tensor | np.ndarray):
+        is_same = once is not None and (once.shape != twice.shape or not (once != twice).all())
+        return not is_same and twice.dtype not in (torch.bool, np.bool_, np.object_)
+    return type(twice) in (int, float) and once != twice
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    return _same(a, b) or describe(a) == describe(b)

@@ -39,7 +39,7 @@ from egeria_cache.skip.serve.placeholder import Escape
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.serve.replay import Rows
 from egeria_cache.skip.state.guards import SEEN_LATE, PrefixGuard
-from egeria_cache.skip.state.hooks import hook_of_training, hooks_of
+from egeria_cache.skip.state.watch import hook_of_training, hooks_of
 
 log = logging.getLogger("egeria")
 

@@ -42,8 +42,8 @@ from egeria_cache.skip.prove.traced_batch import TracedBatch
 from egeria_cache.skip.serve.call import Invocation
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import leaves_behind, tensors_in
-from egeria_cache.skip.state.hooks import hook_of_training, own_hooks
 from egeria_cache.skip.state.surroundings import Surroundings, Weights, World
+from egeria_cache.skip.state.watch import hook_of_training, own_hooks
 from egeria_cache.threads import in_turns, uncollected
 
 _requires_grad = attrgetter("requires_grad")

@@ -43,9 +43,8 @@ from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Source, pla
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace, bytes_of
-from egeria_cache.skip.state.hooks import has_user_hooks, has_user_hooks_inside
 from egeria_cache.skip.state.quiet import quietly_in
-from egeria_cache.skip.state.watch import OF_EVERY_MODULE
+from egeria_cache.skip.state.watch import OF_EVERY_MODULE, has_user_hooks, has_user_hooks_inside
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:

@@ -29,7 +29,7 @@ from egeria_cache.skip.serve.placeholder import Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace
-from egeria_cache.skip.state.hooks import has_user_hooks_inside
+from egeria_cache.skip.state.watch import has_user_hooks_inside
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""

@@ -18,8 +18,7 @@ from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import PrefixGuard
-from egeria_cache.skip.state.hooks import hooks_of
-from egeria_cache.skip.state.watch import watched_attributes
+from egeria_cache.skip.state.watch import hooks_of, watched_attributes
 
 _APART = "apart"
 

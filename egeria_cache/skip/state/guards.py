@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from egeria_cache.attempt import is_beside
 from egeria_cache.device import Answers, copies_beside, runs_late
 from egeria_cache.pystate import Code, tensor_digest
-from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, global_hooks, hooks_of
+from egeria_cache.skip.state import watch
 from egeria_cache.skip.state.surroundings import bits
 from egeria_cache.skip.state.watch import NOTHING, TABLES, Layout, is_alike, values_of
 
@@ -60,7 +60,6 @@ class PrefixGuard:
         self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self.state.layout.tensors]
-        self._slots = [_slots(owner, tensor) for _, owner, tensor in self._tensors]
         values = [tensor for _, _, tensor in self._tensors]
         self._contents = list(map(tensor_digest, values)) if by_content else [""] * len(values)
         self._renew_tensors()
@@ -71,13 +70,13 @@ class PrefixGuard:
 
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
-        tensors = [self._now(i) for i in range(len(self._given[0]))]
-        return PrefixGuard(tensors, *self._given[1:])
+        tensors = self._tensors[: len(self._given[0])]
+        return PrefixGuard(map(_now, tensors), *self._given[1:])
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
         self.state.renew()
-        self._tensors = [self._now(i) for i in range(len(self._tensors))]
+        self._tensors = list(map(_now, self._tensors))
         self._renew_tensors()
 
     def _renew_tensors(self) -> None:
@@ -119,7 +118,7 @@ class PrefixGuard:
 
     def _explain(self) -> str | None:
         """Compare by content; None, and watch the present tensors, if they hold the same."""
-        now = [self._now(i) for i in range(len(self._tensors))]
+        now = list(map(_now, self._tensors))
         versions = zip(self._counted, self._versions, strict=True)
         moved = {id(tensor) for tensor, before in versions if tensor._version != before}
         pointers = zip(self._placed, self._pointers, strict=True)
@@ -138,22 +137,15 @@ class PrefixGuard:
         self._renew_tensors()
         return None
 
-    def _now(self, i: int) -> Named:
-        """Return the tensor that stands in the place of the i-th."""
-        name, owner, tensor = self._tensors[i]
-        for slot, key in self._slots[i]:
-            current = slot.get(key)
-            if isinstance(current, Tensor):
-                return name, owner, current
-        return name, owner, tensor
 
-
-def _slots(owner: nn.Module | None, tensor: Tensor) -> list[tuple[dict[str, Any], str]]:
-    """Return where the owner keeps a tensor."""
-    if owner is None:
-        return []
-    slots: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
-    return [(slot, key) for slot in slots for key, value in slot.items() if value is tensor]
+def _now(named: Named) -> Named:
+    """Return the tensor that stands in the place of another one by now."""
+    name, owner, _ = named
+    key = name.rpartition(".")[2]
+    for slot in () if owner is None else (owner._parameters, owner._buffers, vars(owner)):
+        if isinstance(current := slot.get(key), Tensor):
+            return name, owner, current
+    return named
 
 
 _PLAINLY = 2
@@ -198,11 +190,11 @@ class StateWatch:
         """Take the present state as the one to keep."""
         layout = Layout(self._modules, self._around, self._code)
         self.layout, modules = layout, [module for _, module in self._modules]
-        self.has_hooks = bool(hooks_of(modules))
+        self.has_hooks = bool(watch.hooks_of(modules))
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(values_of(container)) for _, container in layout.live]
         self._empty = [container for _, container in layout.live if not container]
-        self._empty += (hooks for hooks in GLOBAL_HOOKS if not hooks)
+        self._empty += (hooks for hooks in watch.GLOBAL_HOOKS if not hooks)
         layers = {id(vars(module)) for module in modules if _is_a(nn.Module, module)}
         full = [container for _, container in layout.live if container]
         full.sort(key=lambda container: id(container) not in layers)
@@ -210,8 +202,10 @@ class StateWatch:
         loose = [False, *(key not in self._code.names for key in settings)]
         self._iterables = [part for each in full for part in _apart(each)]
         self._seen = [look() for _, look in layout.looks]
-        has_global = any(GLOBAL_HOOKS)
-        self._looks = [look for _, look in layout.looks if has_global or look is not global_hooks]
+        has_global = any(watch.GLOBAL_HOOKS)
+        self._looks = [
+            look for _, look in layout.looks if has_global or look is not watch.global_hooks
+        ]
         self._named = [look() for _, look in layout.named]
         places = layout.places.values()
         self._getters = [itemgetter(*keys, keys[0]) for _, keys in places]

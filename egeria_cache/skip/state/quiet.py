@@ -19,9 +19,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import is_installed_code, is_library
@@ -183,18 +182,11 @@ def _only_reads(what: str, args: Any, kwargs: Any) -> bool:
 
 def _leave_modes(stack: ExitStack) -> None:
     """Let no mode of the loop see what is computed here: a counter of operations, say."""
-    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
-    ours = [mode for mode in modes[::-1] if type(mode).__module__.startswith("egeria_cache.")]
-    for mode in ours:
-        _push_mode(mode)
-
-    def enter_again() -> None:
-        for _ in ours:
-            _pop_mode()
-        for mode in modes[::-1]:
+    modes = stack.enter_context(_disable_current_modes())
+    for mode in modes[::-1]:
+        if type(mode).__module__.startswith("egeria_cache."):
             _push_mode(mode)
-
-    stack.callback(enter_again)
+            stack.callback(_pop_mode)
 
 
 def _unhook_saving(stack: ExitStack) -> None:

@@ -29,8 +29,7 @@ from egeria_cache import pystate
 from egeria_cache.device import room
 from egeria_cache.pystate import CODE, MODELS, Names, OfClass, RandomState, Reach, Snapshot
 from egeria_cache.skip.model.calls import ForwardSlot
-from egeria_cache.skip.state.hooks import GLOBAL_HOOKS, HOOKS
-from egeria_cache.skip.state.watch import watched_attributes
+from egeria_cache.skip.state.watch import GLOBAL_HOOKS, HOOKS, watched_attributes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -7,8 +7,10 @@ parameters, buffers, children and hooks, and what lists, dicts and plain objects
 from __future__ import annotations
 
 import gc
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, product
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.modules.module as registry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,19 +28,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from egeria_cache import pystate
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import is_installed
-from egeria_cache.pystate import (
-    LEADS,
-    Code,
-    describe,
-    digest,
-    has_settings,
-    is_value,
-    own_dict,
-    own_slots,
-)
+from egeria_cache.pystate import LEADS, PLAIN, Code, describe, digest, own_dict, own_slots
 from egeria_cache.skip.model.calls import ForwardSlot
-from egeria_cache.skip.model.fsdp import marks
-from egeria_cache.skip.state.hooks import HOOKS, global_hooks, own_hooks
+from egeria_cache.skip.model.fsdp import is_fsdps, marks
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -57,6 +50,10 @@ _LOOKED_INTO = nn.Module, Optimizer, LRScheduler, BuiltinMethodType
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train", "forward", "_compiled_call_impl"}
 """What every module has; it is watched in ways of its own, or decides nothing."""
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = registry._global_forward_hooks, registry._global_forward_pre_hooks
+"""Those that PyTorch calls for every module."""
+
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
@@ -72,8 +69,8 @@ class Layout:
 
     def __init__(
         self,
-        modules: Iterable[tuple[str, nn.Module]],
-        around: Iterable[tuple[str, nn.Module, Iterable[str]]],
+        modules: list[tuple[str, nn.Module]],
+        around: list[tuple[str, nn.Module, Iterable[str]]],
         code: Code,
     ) -> None:
         self._code, self._apart = code, code.unread
@@ -94,7 +91,6 @@ class Layout:
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._depth = 0
         self._num = 0
-        modules, around = list(modules), list(around)
         self._run = {id(module) for _, module, *_ in (*modules, *around)}
         for name, module in modules:
             self._add_module(name, module)
@@ -167,9 +163,9 @@ class Layout:
         """Look into what some code names; of the user's own objects and classes, at what it names
         of them.
         """
-        if not has_settings(value):
+        if not pystate.has_settings(value):
             if (
-                is_value(value)
+                pystate.is_value(value)
                 or isinstance(value, _LOOKED_INTO)
                 or pystate.is_standard(type(value))
             ):
@@ -201,7 +197,7 @@ class Layout:
         """Look at what a module, or a class, holds: of objects of the user's at what code names; of
         those of a data class at all, for what it has generated reads all.
         """
-        is_named = has_settings(value) and not is_dataclass(value)
+        is_named = pystate.has_settings(value) and not is_dataclass(value)
         (self.look_at_named if is_named else self.look_into)(where, value)
 
     def _look_at(self, where: str, value: Any, held: Mapping[str, Any]) -> None:
@@ -218,7 +214,7 @@ class Layout:
     def look_into(self, where: str, value: Any, step: int = 1) -> None:
         """Lay out what a value holds, if it can change in place, when its turn comes."""
         depth = self._depth + step
-        if depth <= _MAX_DEPTH and not _is_plain(value) and id(value) not in self._seen:
+        if depth <= _MAX_DEPTH and type(value) not in PLAIN and id(value) not in self._seen:
             self._seen.add(id(value))
             self._pending.append((where, value, depth))
 
@@ -250,7 +246,7 @@ class Layout:
         elif isinstance(value, _lru_cache_wrapper):
             kept = gc.get_referents(value)
             for part in chain(kept, *(one.values() for one in kept if isinstance(one, dict))):
-                if isinstance(part, Tensor | np.ndarray) or has_settings(part):
+                if isinstance(part, Tensor | np.ndarray) or pystate.has_settings(part):
                     self.look_into(where, part)
         elif isinstance(value, nn.Module):
             self._look_around(where, value)
@@ -269,7 +265,7 @@ class Layout:
         self._look_at_read(where, module, watched_attributes(module))
 
     def _look_into_object(self, where: str, value: Any) -> None:
-        if has_settings(value):
+        if pystate.has_settings(value):
             self._look_at_class(value)
         if isinstance(value, Optimizer):  # and not what it trains
             self.live += ((where, group) for group in value.param_groups)
@@ -325,10 +321,6 @@ def values_of(container: Any) -> Any:
     return container.values() if isinstance(container, TABLES) else container
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | bytes)
-
-
 def _array_look(array: np.ndarray) -> Callable[[], Any]:
     if array.dtype == object or array.nbytes <= _SMALL_BYTES:
         return lambda: (array.shape, array.tobytes())
@@ -358,7 +350,7 @@ def is_alike(now: Any, then: Any) -> bool:
         joins_training = now.requires_grad and not then.requires_grad
         return not joins_training and now.shape == then.shape and digest(now) == digest(then)
     with Attempt():
-        return describe(now) == describe(then) and (_is_plain(now) or _has_content(now))
+        return describe(now) == describe(then) and (type(now) in PLAIN or _has_content(now))
     return False
 
 
@@ -400,3 +392,76 @@ def _code_of(function: FunctionType) -> Callable[[], Any]:
     return lambda: (
         function.__code__, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     )  # fmt: skip
+
+
+# ---- hooks of the user on modules of the prefix: they read features, count, or edit ------------
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the forward hooks of these modules, and those that PyTorch calls for every module."""
+    return [*global_hooks(), *chain.from_iterable(map(own_hooks, modules))]
+
+
+def own_hooks(module: nn.Module) -> list[Any]:
+    """Return the forward hooks of one module, but FSDP's."""
+    hooks = (hook for slot in HOOKS for hook in vars(module)[slot].values())
+    return [hook for hook in hooks if not is_fsdps(hook)]
+
+
+def global_hooks() -> list[Any]:
+    """Return those that PyTorch calls for every module, but its own, which look on."""
+    hooks = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
+    return [hook for hook in hooks if not pystate.is_library(getattr(hook, "__module__", ""))]
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """Whether calls of this module fire hooks that are no library's own, nor ours."""
+    return any(map(_is_users, own_hooks(module)))
+
+
+def has_user_hooks_inside(module: nn.Module) -> bool:
+    """Whether one below it has such hooks: they fire only if the module runs."""
+    return any(has_user_hooks(m) for m in module.modules() if m is not module)
+
+
+def hook_of_training(module: nn.Module) -> str | None:
+    """Return the name of a forward hook whose code asks whether the module trains.
+
+    What it does in training alone (NEFTune's noise) would be off in a module held in inference
+    mode. PyTorch's own hooks are meant for both modes.
+    """
+    for hook in own_hooks(module):
+        function = _bare(hook)
+        if not isinstance(function, FunctionType | MethodType):
+            function = vars(type(function)).get("__call__")
+        if _asks_for_training(function):
+            return str(getattr(function, "__qualname__", function))
+    return None
+
+
+def _asks_for_training(function: Any, depth: int = 2) -> bool:
+    """Whether its code does, or that of a function that it names."""
+    code = getattr(function, "__code__", None)
+    is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+    if code is None or is_torchs or not isinstance(function, FunctionType | MethodType):
+        return False
+    if "training" in code.co_names:
+        return True
+    with suppress(ValueError):  # what it closes over is not there yet
+        named = inspect.getclosurevars(function)
+        helpers = (*named.nonlocals.values(), *named.globals.values()) if depth else ()
+        return any(_asks_for_training(one, depth - 1) for one in helpers)
+    return False
+
+
+def _bare(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
+
+
+def _is_users(hook: Any) -> bool:
+    hook = _bare(hook)
+    owner = getattr(hook, "__self__", None)
+    kind = type(owner) if owner is not None else hook if hasattr(hook, "__code__") else type(hook)
+    return not pystate.is_library(getattr(kind, "__module__", None))
