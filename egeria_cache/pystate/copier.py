@@ -79,7 +79,7 @@ class Copier:
         self._change = change
         self.weights: list[tuple[str, Tensor]] = []
         """(name, parameter) of those that the copies share with the originals."""
-        self.pairs: dict[int, tuple[Any, Any]] = {}
+        self.pairs: dict[int, tuple[Any, Any]] = {id(one): (one, one) for one in objects.SINGLES}
         """Id of an original -> (it, which keeps the id its own; its copy)."""
         self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._where: list[str] = []
@@ -89,8 +89,7 @@ class Copier:
 
     def __call__(self, value: Any) -> Any:
         """Return a copy, or `value` itself if it is shared."""
-        kind = type(value)
-        if kind in ATOMS:
+        if type(value) in ATOMS:
             return value
         known = self.pairs.get(id(value))
         if known is not None:
@@ -99,8 +98,8 @@ class Copier:
         if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
-        families = (make for base, make in _FAMILIES if isinstance(value, base))
-        make = _MAKERS.get(kind) or next(families, Copier._other)
+        makers = (make for base, make in _MAKERS if isinstance(value, base))
+        make = next(makers, Copier._other)
         try:
             return make(self, value)
         finally:
@@ -195,8 +194,6 @@ class Copier:
         return new
 
     def _generator(self, value: Any) -> Any:
-        if any(value is single for single in objects.SINGLES):
-            return value
         if isinstance(value, np.random.Generator):
             return self._keep(value, type(value)(self(value.bit_generator)))
         return self._keep(value, copy.deepcopy(value))
@@ -297,6 +294,12 @@ class Copier:
 
     # ---- what else there is -------------------------------------------------------------------
 
+    def _lock(self, value: Any) -> Any:
+        return self._keep(value, value if value.locked() else threading.Lock())
+
+    def _own_lock(self, value: Any) -> Any:
+        return self._keep(value, value if value._is_owned() else threading.RLock())
+
     def _weak(self, value: weakref.ref[Any]) -> Any:
         target = value()
         new = self(target)
@@ -350,21 +353,9 @@ def is_shared(module: nn.Module) -> bool:
 
 
 _MUTABLE = (OrderedDict, dict, list, set, deque)
-_MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
-    types.FunctionType: Copier._function,
-    types.MethodType: Copier._method,
-    types.BuiltinMethodType: Copier._builtin_method,
-    types.MethodWrapperType: Copier._builtin_method,
-    types.GeneratorType: Copier._outside,
-    types.MappingProxyType: lambda _, value: value,
-    Tensor: Copier._tensor,
-    nn.Parameter: Copier._tensor,
-    tuple: Copier._fixed_items,
-    **dict.fromkeys(_MUTABLE, Copier._container),
-    type(threading.Lock()): lambda of, it: of._keep(it, it if it.locked() else threading.Lock()),
-    type(threading.RLock()): lambda of, it: of._keep(it, it if it._is_owned() else type(it)()),
-}
-_FAMILIES: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
+_MAKERS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
+    (_MUTABLE, Copier._container),
+    ((tuple, frozenset), Copier._fixed_items),
     (StandIn, Copier._our_own),
     (nn.Module, Copier._module),
     (Tensor, Copier._tensor),
@@ -372,6 +363,9 @@ _FAMILIES: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (GENERATORS, Copier._generator),
     (functools.partial, Copier._partial),
     (weakref.ref, Copier._weak),
-    (_MUTABLE, Copier._container),
-    ((tuple, frozenset), Copier._fixed_items),
+    (types.FunctionType, Copier._function),
+    (types.MethodType, Copier._method),
+    (types.BuiltinMethodType | types.MethodWrapperType, Copier._builtin_method),
+    (type(threading.Lock()), Copier._lock),
+    (type(threading.RLock()), Copier._own_lock),
 )

@@ -193,8 +193,6 @@ class Snapshot:
 
     def _places(self, path: str, value: Any) -> Iterator[Place]:
         follows = self._reach.follows_code
-        if type(value) in (tuple, frozenset):
-            return
         if isinstance(value, type):
             if follows:
                 yield places.OfClass(value.__qualname__, value)
