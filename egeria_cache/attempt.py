@@ -22,12 +22,9 @@ class Attempt:
     __slots__ = ("_but", "_told", "error")
 
     def __init__(
-        self,
-        told: Callable[[Exception], None] | None = None,
-        *,
-        but: Callable[[Exception], bool] | None = None,
+        self, told: Callable[[Exception], None] | None = None, *, but: type[Exception] | None = None
     ) -> None:
-        """Begin; `told` is called with the error. Errors that `but` is true for are the loop's."""
+        """Begin; `told` is called with the error. Errors of the kind `but` are the loop's."""
         self.error: Exception | None = None
         self._told, self._but = told, but
 
@@ -35,7 +32,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is None or not is_beside(error) or (self._but is not None and self._but(error)):
+        if not is_beside(error) or (self._but and isinstance(error, self._but)):
             return False
         self.error = without_us(error)
         clear_frames(error.__traceback__)

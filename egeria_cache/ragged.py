@@ -7,7 +7,7 @@ dimension 0 is the first one behind the samples'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,7 @@ class PaddedRows(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self.padded)
 
-    @overload
-    def __getitem__(self, row: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, row: int | slice) -> Tensor | Sequence[Tensor]:
+    def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
             return PaddedRows(self.padded[row], self.dims, self.sizes[row])
         return inside(self.padded[row], self.dims, self.sizes[row].tolist())

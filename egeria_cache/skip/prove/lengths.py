@@ -60,7 +60,7 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
         target = _uncertain(rules, lengths, lengths.own[shortest])
         if target is None:
             break
-        with _attempt() as trial:
+        with Attempt(but=BoundaryError) as trial:
             parts.append((target, _at(traced, lengths, [shortest], target), True))
         if trial.error is not None:
             break
@@ -121,16 +121,12 @@ def _parts(traced: TracedBatch, plan: ReplayPlan, lengths: Lengths) -> Iterator[
         if target in tried or (are_far and not is_whole):
             continue
         tried.append(target)
-        with _attempt() as trial:
+        with Attempt(but=BoundaryError) as trial:
             part = _at(traced, lengths, rows, target)
         if trial.error is None:  # no longer than the model takes, nor cut where it must not be
             yield target, part, is_whole
         elif has_to_run:
             raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
-
-
-def _attempt() -> Attempt:
-    return Attempt(but=lambda error: isinstance(error, BoundaryError))
 
 
 def _units(lengths: Lengths) -> np.ndarray:

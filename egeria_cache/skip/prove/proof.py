@@ -120,7 +120,7 @@ def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomp
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
         rows = [*rows, *range(min(size, _MAX_ALONE))]
     for part in (*([row] for row in dict.fromkeys(rows) if size > 1), [middle] * 2):
-        with Attempt(but=lambda e: isinstance(e, BoundaryError)) as alone:
+        with Attempt(but=BoundaryError) as alone:
             found = traced.recompute(part)
         if alone.error is not None:
             # Code that takes a batch of one for something else (`squeeze()`): by twos, then.
