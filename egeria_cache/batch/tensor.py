@@ -68,6 +68,11 @@ class BatchTensor(Tensor):
         return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
 
     @property
+    def leaves(self) -> set[str]:
+        """The leaves of the batch that it is made of."""
+        return {self.leaf, *(name for op in self.chain for name, _ in op.raws)}
+
+    @property
     def fold(self) -> Fold:
         """Which of its rows belong to a sample."""
         return self.chain[-1].fold if self.chain else Fold()
