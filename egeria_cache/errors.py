@@ -112,13 +112,6 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
-    def decides_later(cls, boundary: str, what: str) -> BoundaryError:
-        """A counter comes to nothing now, and would in a later call."""
-        return cls.impure(
-            boundary, f"{what} moves with every call, and decides what it computes later"
-        )
-
-    @classmethod
     def moves(cls, boundary: str, parameter: str) -> BoundaryError:
         """A parameter is written to where a dry run or an audit would do that once more."""
         return cls(
@@ -166,22 +159,19 @@ class PaddingError(BatchError):
     """The model can be cut there, but not for batches that are padded like this."""
 
     @classmethod
+    def at(cls, boundary: str, why: str) -> PaddingError:
+        """Say why padded batches are not cached there."""
+        return cls(f"padded batches are not cached at {boundary!r}: {why}")
+
+    @classmethod
     def reads_padding(cls, boundary: str, who: str, error: float | None = None) -> PaddingError:
         """What is computed for a sample depends on how far its batch is padded."""
         much = "" if error is None else f" (by {error:.3g} of the largest value)"
-        return cls(
-            f"padded batches are not cached at {boundary!r}: {who} depends on what stands in the "
-            f"padding{much}, so that a sample differs from batch to batch; give the model a mask "
-            "that everything respects, or pad all samples to one length"
-        )
-
-    @classmethod
-    def follows_no_rule(cls, boundary: str, module: str) -> PaddingError:
-        """A size inside the model cannot be told from the lengths of the samples."""
-        return cls(
-            f"padded batches are not cached at {boundary!r}: the size of what {module!r} returns "
-            "does not follow the lengths of the samples in a simple way; pad all samples to one "
-            "length, or choose an earlier boundary"
+        return cls.at(
+            boundary,
+            f"{who} depends on what stands in the padding{much}, so that a sample differs from "
+            "batch to batch; give the model a mask that everything respects, or pad all samples to "
+            "one length",
         )
 
     @classmethod
@@ -194,22 +184,4 @@ class PaddingError(BatchError):
             "nothing); let the "
             "model reduce it under the mask, or say ActivationCache(padding='unread') if your loop "
             "reads nothing there"
-        )
-
-    @classmethod
-    def not_shorter(cls, boundary: str, error: Exception) -> PaddingError:
-        """The model fails where some samples of a batch are given alone, with less padding."""
-        return cls(
-            f"padded batches are not cached at {boundary!r}: the model does not take the batch's "
-            f"shorter samples by themselves ({type(error).__name__}: {error}); an argument that is "
-            "as long as the batch, and does not come from the loader as it is, should be given by "
-            "the collate_fn"
-        )
-
-    @classmethod
-    def no_other_length(cls, boundary: str) -> PaddingError:
-        """Nothing can be said of padding: only one length was ever seen."""
-        return cls(
-            f"padded batches are not cached at {boundary!r}: the model takes no batch of other "
-            "lengths than the first, which has no padding"
         )

@@ -53,7 +53,8 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
         return None
     parts = list(_parts(traced, plan, lengths))
     if not parts:
-        raise PaddingError.no_other_length(plan.boundary)
+        why = "the model takes no batch of other lengths than the first, which has no padding"
+        raise PaddingError.at(plan.boundary, why)
     rules = _rules(traced, plan, lengths, parts)
     shortest = int(lengths.own.sum(1).argmin())
     for _ in range(_MAX_FURTHER):
@@ -126,7 +127,13 @@ def _parts(traced: TracedBatch, plan: ReplayPlan, lengths: Lengths) -> Iterator[
         if trial.error is None:  # no longer than the model takes, nor cut where it must not be
             yield target, part, is_whole
         elif has_to_run:
-            raise PaddingError.not_shorter(plan.boundary, trial.error) from trial.error
+            raise PaddingError.at(
+                plan.boundary,
+                "the model does not take the batch's shorter samples by themselves "
+                f"({type(trial.error).__name__}: {trial.error}); an argument that is as long as "
+                "the batch, and does not come from the loader as it is, should be given by the "
+                "collate_fn",
+            ) from trial.error
 
 
 def _units(lengths: Lengths) -> np.ndarray:
@@ -208,7 +215,11 @@ def _rules(
 
 
 def _odd(plan: ReplayPlan, name: str) -> PaddingError:
-    return PaddingError.follows_no_rule(plan.boundary, name)
+    return PaddingError.at(
+        plan.boundary,
+        f"the size of what {name!r} returns does not follow the lengths of the samples in a simple "
+        "way; pad all samples to one length, or choose an earlier boundary",
+    )
 
 
 def _check_samples(

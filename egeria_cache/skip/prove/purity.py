@@ -30,6 +30,7 @@ from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import PrefixTrace
 
+_DECIDES = "moves with every call, and decides what it computes later"
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
@@ -290,7 +291,7 @@ class Repeats:
         now = later(0)
         if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
             name = f"the attribute {self._counted[0].path.lstrip('.')!r}"
-            raise BoundaryError.decides_later(plan.boundary, name)
+            raise BoundaryError.impure(plan.boundary, f"{name} {_DECIDES}")
         self._kept.put_back()
 
     def check_left(self, plan: ReplayPlan) -> None:
@@ -347,7 +348,7 @@ class Repeats:
         ]
         ahead += map(later, _AHEAD if traced.counted else ())
         if not all(same_parts(plan, now, one) for one in ahead):
-            raise BoundaryError.decides_later(plan.boundary, known[0].name)
+            raise BoundaryError.impure(plan.boundary, f"{known[0].name} {_DECIDES}")
         plan.unread = {one.mark: one.where for one in traced.counted}
 
     def _moved_outside(
