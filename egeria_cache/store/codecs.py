@@ -23,6 +23,8 @@ from torch import Tensor
 
 from egeria_cache.store.native import Bytes, kernel
 
+Storage = str | None
+"""A name from `arguments.StorageDtype`, or None: every bit is kept."""
 Elements = tuple[int, bool]
 """Width of one element in bytes, and whether it is a floating-point number."""
 
@@ -71,10 +73,39 @@ class NeedsKernelError(ValueError):
     """Nothing is wrong with stored bytes that cannot be decoded here."""
 
 
-class Coder:
-    """Encodes in one thread."""
+@dataclass(slots=True)
+class LossyError:
+    """What lossy storage changed, summed over all elements stored so."""
 
-    def __init__(self) -> None:
+    squared_error: float = 0.0
+    squared_value: float = 0.0
+
+    @property
+    def relative_rms(self) -> float:
+        """Root mean square of the error over that of the values."""
+        known = self.squared_error >= 0 < self.squared_value  # else nothing, or forged
+        return math.sqrt(self.squared_error / self.squared_value) if known else 0.0
+
+    def join(self, other: LossyError) -> None:
+        """Account for what another one has seen."""
+        self.squared_error += other.squared_error
+        self.squared_value += other.squared_value
+
+    def add(self, exact: Tensor, stored: Tensor) -> None:
+        """Account for one batch."""
+        difference = exact.double() - stored.double()
+        self.squared_error += float(difference.square().sum())
+        self.squared_value += float(exact.double().square().sum())
+
+
+class Coder:
+    """Encodes in one thread, with a codec that is set or tried out, and lossily if so wanted."""
+
+    def __init__(self, label: str = "auto", storage: Storage = None) -> None:
+        self.codec = next((one for one in Codec if one.label == label), None)
+        self.storage = storage
+        self.error = LossyError()
+        """What the lossy format has changed."""
         self._general = zstandard.ZstdCompressor(level=1)
         # Exponents have a skewed histogram and no repetitions. Without match finding what is left
         # of zstd is its Huffman coder: 0.33 of the plane against 0.39, decoded twice as fast.
@@ -84,9 +115,10 @@ class Coder:
             )
         )
 
-    def encode(self, data: Bytes, codec: Codec, elements: Elements) -> tuple[Codec, Any]:
+    def encode(self, data: Bytes, elements: Elements) -> tuple[Codec, Any]:
         """Return (codec used, buffer); raw where the codec saves nothing."""
-        if codec is Codec.RAW or data.nbytes < SMALL_BYTES:
+        codec = self.codec
+        if codec is None or codec is Codec.RAW or data.nbytes < SMALL_BYTES:
             return Codec.RAW, data
         width, _ = elements
         if codec is Codec.ZSTD or width not in GROUPS:
@@ -170,36 +202,8 @@ def decode(stored: Any, codec: int, out: Bytes, elements: Elements) -> None:
 
 # -- lossy storage ---------------------------------------------------------------------------
 
-Storage = str | None
-"""A name from `arguments.StorageDtype`, or None: every bit is kept."""
-
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LEVELS = 127
-
-
-@dataclass(slots=True)
-class LossyError:
-    """What lossy storage changed, summed over all elements stored so."""
-
-    squared_error: float = 0.0
-    squared_value: float = 0.0
-
-    @property
-    def relative_rms(self) -> float:
-        """Root mean square of the error over that of the values."""
-        known = self.squared_error >= 0 < self.squared_value  # else nothing, or forged
-        return math.sqrt(self.squared_error / self.squared_value) if known else 0.0
-
-    def join(self, other: LossyError) -> None:
-        """Account for what another one has seen."""
-        self.squared_error += other.squared_error
-        self.squared_value += other.squared_value
-
-    def add(self, exact: Tensor, stored: Tensor) -> None:
-        """Account for one batch."""
-        difference = exact.double() - stored.double()
-        self.squared_error += float(difference.square().sum())
-        self.squared_value += float(exact.double().square().sum())
 
 
 def channel_dim(shape: tuple[int, ...]) -> int:

@@ -11,7 +11,6 @@ import logging
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from pathlib import Path
@@ -23,12 +22,12 @@ import psutil
 
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs import Codec, Coder, LossyError, Storage
+from egeria_cache.store.codecs import Codec, Coder, LossyError
 from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, salvaged
 from egeria_cache.store.disk.manifest import GoneError, Manifest
 from egeria_cache.store.disk.place import FULL, Budget
 from egeria_cache.store.reader import read
-from egeria_cache.store.record import Encoded, Rows, choose_codec, encode_rows
+from egeria_cache.store.record import Encoded, Records, Rows, choose_codec, encode_rows
 from egeria_cache.store.schema import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.writer import Job, Writer
 from egeria_cache.threads import without_modes
@@ -43,19 +42,6 @@ memory is not worth compressing: it stays in the page cache, and is read in a fr
 that decoding takes."""
 _TROUBLE = GoneError, OSError, MemoryError
 _Seen = TypeVar("_Seen")
-
-
-class Counts:
-    """What happened in this process, in all generations of a store, by its name in `StoreStats`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.numbers = Counter(hits=0, misses=0, writes=0, dropped_writes=0, corrupt=0)
-
-    def add(self, **changes: int) -> None:
-        """Count some more."""
-        with self._lock:
-            self.numbers.update(changes)
 
 
 class Located(NamedTuple):
@@ -98,9 +84,7 @@ class Generation:
         *,
         writer: Writer,
         budget: Budget,
-        counts: Counts,
-        codec: str,
-        storage: Storage,
+        coder: Coder,
         num_expected: int = 0,
     ) -> None:
         self.name: str = manifest.name
@@ -112,10 +96,7 @@ class Generation:
         self._held = None if isinstance(files, str) else files
         self._stopped = files if isinstance(files, str) else None
         """Why it serves and takes nothing."""
-        self._writer, self._budget = writer, budget
-        self._codec = next((one for one in Codec if one.label == codec), None)
-        self._coder = Coder()
-        self._storage = storage
+        self._writer, self._budget, self._coder = writer, budget, coder
         self.num_expected = num_expected
         """Records that it will hold when all are stored; 0 if nobody said."""
         self._lock = threading.Lock()
@@ -123,8 +104,6 @@ class Generation:
         self._num_queued = 0
         self._write_again_at = 0.0
         self._said: set[str] = set()
-        self.counts = counts
-        """Of the store."""
 
     @property
     def is_idle(self) -> bool:
@@ -216,7 +195,7 @@ class Generation:
             num_hits = 0 if self._stopped else int(np.count_nonzero(fetched.hit))
         except _TROUBLE as error:
             self._missed(error)
-        self.counts.add(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
+        self._writer.count(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
         if not num_hits:
             return {}, np.zeros(num_samples, np.bool_)
         return fetched.fields, fetched.hit
@@ -267,7 +246,7 @@ class Generation:
 
     def _refuse(self, keys: Sequence[bytes]) -> bool:
         """Count a batch that is not stored."""
-        self.counts.add(dropped_writes=len(keys))
+        self._writer.count(dropped_writes=len(keys))
         if not self._writer.alive and self.alive:
             self._warn(self._writer.why_dead or "the cache's writer thread is gone")
         return False
@@ -294,26 +273,24 @@ class Generation:
         except (TypeError, ValueError, RuntimeError, struct.error) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
-            self.counts.add(writes=num_written, dropped_writes=num_left)
+            self._writer.count(writes=num_written, dropped_writes=num_left)
             self._queued(-len(jobs))
 
     def _commit(self, jobs: Sequence[Job]) -> tuple[int, int]:
         """Store what can be; return how many rows were stored, and how many are not stored now."""
         num_rows = sum(len(job.keys) for job in jobs)
-        parts, raw_bytes, error = list[Encoded](), 0, LossyError()
+        records, raw_bytes = list[Encoded](), 0
+        self._coder.error = LossyError()
         for job in jobs if self._takes_more else ():
-            own = LossyError()
             try:
-                parts.append(self._encode(job, own, parts))
+                records += self._encode(job, records)
+                raw_bytes += job.num_bytes
             except (TypeError, ValueError, RuntimeError) as problem:  # of this batch alone
                 self._warn(f"a batch cannot be stored: {problem}")
-                continue
-            error.join(own)
-            raw_bytes += job.num_bytes
-        if not parts:
+        if not records:
             return 0, num_rows
-        records = Encoded.joined(parts)
-        num_new, num_stored = self.take(records, Totals(raw_bytes, 0, error, self._codec))
+        told = Totals(raw_bytes, 0, self._coder.error, self._coder.codec)
+        num_new, num_stored = self.take(records, told)
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             where, limit = self._budget.directory, self._budget.limit_bytes / 1e6
@@ -324,22 +301,21 @@ class Generation:
             )  # fmt: skip
         return num_stored, num_rows - len(records) + num_new - num_stored
 
-    def _encode(self, job: Job, error: LossyError, before: Sequence[Encoded]) -> Encoded:
+    def _encode(self, job: Job, before: Records) -> list[Encoded]:
         """Return the records of a batch, of the layout of those before it."""
         for arrived in job.ready:
             arrived.synchronize()
-        codec = self._codec if self._codec is not None else self._choose_codec(job)
+        if self._coder.codec is None:
+            self._choose_codec(job)
         with self._files.reading() as view:
             known = view.layout or (before[0].layout if before else None)
-        encoded = encode_rows(
-            job.keys, job.rows, codec, self._coder, self._storage, error, self._files.identity,
-            job.replaced, known,
-        )  # fmt: skip
+        identity = self._files.identity
+        encoded = encode_rows(job.keys, job.rows, self._coder, identity, job.replaced, known)
         if not job.unchanged():
             raise ValueError("a tensor was changed after put_batch and before it was stored")
         return encoded
 
-    def take(self, records: Encoded, told: Totals) -> tuple[int, int]:
+    def take(self, records: Records, told: Totals) -> tuple[int, int]:
         """Store encoded records in one commit, now, as far as there is room.
 
         Args:
@@ -367,23 +343,23 @@ class Generation:
         num_found = 0
         try:
             for records in salvaged(aside, self._files.identity):
-                num_found += self.take(records, Totals(sum(records.sizes)))[1]
+                num_found += self.take(records, Totals(sum(one.size for one in records)))[1]
                 if not self._takes_more or not self._writer.alive:
                     break
         except (OSError, ValueError, StoreError) as error:
             logger.info("%s: salvaging ended: %s", self.name, error)
         logger.info("%s: %d records of %s were intact", self.name, num_found, aside.name)
 
-    def _choose_codec(self, job: Job) -> Codec:
+    def _choose_codec(self, job: Job) -> None:
         """Decide once, from the first batch."""
         expected = self.num_expected * job.num_bytes // max(len(job.keys), 1)
         small = min(self._budget.limit_bytes, psutil.virtual_memory().total) // SMALL_PART
         if 0 < expected <= small:
-            self._codec, trials = Codec.RAW, f"{expected / 1e6:.0f} MB for all samples are few"
+            why = f"{Codec.RAW.label}: {expected / 1e6:.0f} MB for all samples are few"
+            self._coder.codec = Codec.RAW
         else:
-            self._codec, trials = choose_codec(job.keys, job.rows, self._coder, self._storage)
-        logger.info("%s: codec %s: %s", self.name, self._codec.label, trials)
-        return self._codec
+            why = choose_codec(job.keys, job.rows, self._coder)
+        logger.info("%s: codec %s", self.name, why)
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -12,9 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from itertools import compress
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,92 +70,65 @@ def checksum_of(first: Any, payload: Iterable[Any], seed: int) -> int:
 # -- writing ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """Records of one layout, each as the pieces that it is put together from when it is written."""
+class Encoded(NamedTuple):
+    """A record as the pieces that it is put together from when it is written."""
 
     layout: Layout
-    keys: Sequence[bytes]
-    pieces: Sequence[Sequence[Any]]
-    """Per record: buffers."""
-    replaced: Sequence[bytes | None] | None = None
-    """Per record the last variant that it supersedes, as a key, if any; None: nothing ever will be.
-    What is superseded goes with the same commit."""
+    key: bytes
+    pieces: Sequence[Any]
+    """Buffers."""
+    replaced: bytes | None = None
+    """The last variant that it supersedes, as a key, which goes with the same commit, or nothing;
+    None: nothing ever will be."""
 
-    def __len__(self) -> int:
-        return len(self.keys)
+    @property
+    def size(self) -> int:
+        """Bytes of the record."""
+        return sum(map(len, self.pieces))
 
-    @cached_property
-    def sizes(self) -> Sequence[int]:
-        """Bytes of each record."""
-        return [sum(map(len, one)) for one in self.pieces]
 
-    @classmethod
-    def of(cls, layout: Layout, records: Sequence[Any]) -> Encoded:
-        """Return whole records, each of which tells its key."""
-        return cls(layout, [key_of(one) for one in records], [(one,) for one in records])
+Records = Sequence[Encoded]
+"""Of one layout; of all or of none something may be superseded."""
 
-    @classmethod
-    def joined(cls, parts: Sequence[Encoded]) -> Encoded:
-        """Return all records in one; of all parts or of none something is superseded."""
-        replaces = parts[0].replaced is not None
-        return cls(
-            parts[0].layout,
-            [key for one in parts for key in one.keys],
-            [pieces for one in parts for pieces in one.pieces],
-            [last for one in parts for last in one.replaced or ()] if replaces else None,
-        )
 
-    def only(self, wanted: Sequence[bool]) -> Encoded:
-        """Return some of the records."""
-        columns = self.keys, self.pieces, self.replaced
-        chosen: list[Any] = [one and [*compress(one, wanted)] for one in columns]
-        return Encoded(self.layout, *chosen)
-
-    def blocks(self, most_bytes: int) -> Iterator[tuple[list[int], memoryview]]:
-        """Yield where each of some neighbours begins, and their bytes, each record at a multiple of
-        8: so many bytes together at most, or one record that is more. They lie in one place, in
-        turns: each is good until the next.
-        """
-        room, starts, end = memoryview(bytearray(most_bytes)), list[int](), 0
-        for size, own in zip(self.sizes, self.pieces, strict=True):
-            if starts and end + aligned(size) > most_bytes:
-                yield starts, room[:end]
-                starts, end = [], 0
-            if aligned(size) > len(room):
-                room = memoryview(bytearray(aligned(size)))
-            starts.append(end)
-            for piece in own:
-                room[end : end + len(piece)] = piece
-                end += len(piece)
-            room[end : aligned(end)] = bytes(-end % ALIGNMENT)
-            end = aligned(end)
-        if starts:
+def blocks(records: Records, most_bytes: int) -> Iterator[tuple[list[int], memoryview]]:
+    """Yield where each of some neighbours begins, and their bytes, each record at a multiple of 8:
+    so many bytes together at most, or one record that is more. They lie in one place, in turns:
+    each is good until the next.
+    """
+    room, starts, end = memoryview(bytearray(most_bytes)), list[int](), 0
+    for one in records:
+        if starts and end + aligned(one.size) > most_bytes:
             yield starts, room[:end]
+            starts, end = [], 0
+        if aligned(one.size) > len(room):
+            room = memoryview(bytearray(aligned(one.size)))
+        starts.append(end)
+        for piece in one.pieces:
+            room[end : end + len(piece)] = piece
+            end += len(piece)
+        room[end : aligned(end)] = bytes(-end % ALIGNMENT)
+        end = aligned(end)
+    if starts:
+        yield starts, room[:end]
 
 
 def encode_rows(
     keys: Sequence[bytes],
     rows: Rows,
-    codec: Codec,
     coder: Coder,
-    storage: Storage = None,
-    error: LossyError | None = None,
     identity: int = 0,
-    replaced: Sequence[bytes | None] | None = None,
+    replaced: Sequence[bytes] | None = None,
     known: Layout | None = None,
-) -> Encoded:
+) -> list[Encoded]:
     """Return the records of a batch's first rows.
 
     Args:
         keys: Of these rows.
         rows: The batch.
-        codec: Tried on every field large enough; a field it does not shrink stays raw.
-        coder: This thread's own.
-        storage: Lossy number format for the floating-point tensors.
-        error: What the lossy format changes is added here.
+        coder: Its codec is tried on every field large enough; one it does not shrink stays raw.
         identity: Of the generation; part of the checksums.
-        replaced: Per row of the batch, see `Encoded`.
+        replaced: Per row, see `Encoded`.
         known: What the generation's records hold; None before the first one.
 
     Raises:
@@ -165,7 +137,8 @@ def encode_rows(
     """
     storages = {one.name: one.storage for one in known.fields} if known is not None else {}
     columns = [
-        _column(name, value, storages.get(name, storage), error) for name, value in rows.items()
+        _column(name, value, coder, storages.get(name, coder.storage))
+        for name, value in rows.items()
     ]
     layout = Layout(tuple(field for field, _ in columns))
     if known is not None and layout != known:
@@ -173,39 +146,42 @@ def encode_rows(
             f"records here hold ({_in_words(known)}), and it holds ({_in_words(layout)})"
         )
     stored = [
-        [coder.encode(data[row], codec, field.elements) for row in range(len(keys))]
+        [coder.encode(data[row], field.elements) for row in range(len(keys))]
         if isinstance(data, np.ndarray)
-        else [_encode_free(data[row], codec, coder, storage, error) for row in range(len(keys))]
+        else [_encode_free(data[row], coder) for row in range(len(keys))]
         for field, data in columns
     ]
+    every: Sequence[bytes | None] = replaced or [None] * len(keys)
     seed = identity ^ layout.seed
-    records = [_record(key, own, seed) for key, *own in zip(keys, *stored, strict=True)]
-    return Encoded(layout, keys, records, replaced)
+    return [
+        Encoded(layout, key, _pieces(key, own, seed), last)
+        for key, last, *own in zip(keys, every, *stored, strict=True)
+    ]
 
 
-def choose_codec(
-    keys: Sequence[bytes], rows: Rows, coder: Coder, storage: Storage = None
-) -> tuple[Codec, str]:
-    """Return the codec for these records, and what each made of them in words.
+def choose_codec(keys: Sequence[bytes], rows: Rows, coder: Coder) -> str:
+    """Set the codec for these records; return what each made of them in words.
 
     Smallest wins; among equals the fastest to decode; raw unless something is saved.
     """
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
-        records = encode_rows(keys[:NUM_RECORDS], rows, codec, coder, storage)
-        sizes[codec] = sum(records.sizes)
+        coder.codec = codec
+        sizes[codec] = sum(one.size for one in encode_rows(keys[:NUM_RECORDS], rows, coder))
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
         small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
         best = next((codec for codec in FASTEST if codec in small), small[0])
-    return best, ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
+    coder.codec, coder.error = best, LossyError()
+    made = ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
+    return f"{best.label}: {made}"
 
 
 def _in_words(layout: Layout) -> str:
     return ", ".join(f"{one.name}: {one.kind}" for one in layout.fields)
 
 
-def _record(key: bytes, fields: Sequence[tuple[int, Any]], seed: int) -> Sequence[Any]:
+def _pieces(key: bytes, fields: Sequence[tuple[int, Any]], seed: int) -> Sequence[Any]:
     head, words, payload = _first(len(key), len(fields)), [], []
     for codec, stored in fields:
         words.append(codec << 56 | len(stored))
@@ -224,7 +200,7 @@ def _first(key_bytes: int, num_fields: int) -> struct.Struct:
 
 
 def _column(
-    name: str, value: Tensor | Sequence[Value], storage: Storage, error: LossyError | None
+    name: str, value: Tensor | Sequence[Value], coder: Coder, storage: Storage
 ) -> tuple[FieldLayout, Bytes | Sequence[Value]]:
     """Return what is the same in all rows, and (B, bytes), without copying if possible; or what
     each record tells of itself.
@@ -233,19 +209,17 @@ def _column(
         return FieldLayout(name), value
     plain = value.detach().resolve_conj().resolve_neg().cpu()
     packed, used = codecs.pack(plain, storage)
-    if used is not None and error is not None:
-        error.add(plain, codecs.unpack(packed, tuple(value.shape[1:]), value.dtype, used))
+    if used is not None:
+        coder.error.add(plain, codecs.unpack(packed, tuple(value.shape[1:]), value.dtype, used))
     return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), packed.numpy()
 
 
-def _encode_free(
-    value: Value, codec: Codec, coder: Coder, storage: Storage, error: LossyError | None
-) -> tuple[Codec, bytes]:
+def _encode_free(value: Value, coder: Coder) -> tuple[Codec, bytes]:
     if not isinstance(value, Tensor):
         return Codec.RAW, encode_value(value)
-    field, data = _column("", value[None], storage, error)
+    field, data = _column("", value[None], coder, coder.storage)
     assert isinstance(data, np.ndarray)
-    used, stored = coder.encode(data[0], codec, field.elements)
+    used, stored = coder.encode(data[0], field.elements)
     head = json.dumps(field.told(), separators=(",", ":")).encode()
     return used, b"".join((b"t", len(head).to_bytes(2, "little"), head, stored))
 
@@ -263,6 +237,37 @@ class Record:
     """Per field."""
     payload: tuple[memoryview, ...]
     """Per field."""
+
+    @classmethod
+    def open(cls, key: bytes, value: Any, layout: Layout, identity: int = 0) -> Record:
+        """Check a record against its own sizes and its checksum; decode nothing yet.
+
+        Args:
+            key: The key it was found under.
+            value: Its bytes, any buffer.
+            layout: Of the generation's records.
+            identity: Of the generation.
+
+        Raises:
+            RecordError: Damaged, cut short, or of another sample, layout or generation.
+        """
+        view, count = memoryview(value), len(layout.fields)
+        if len(view) < HEAD_BYTES:
+            raise RecordError(f"{len(view)} bytes are no record")
+        expected, size, key_bytes = HEAD.unpack_from(view)
+        begin = HEAD_BYTES + aligned(key_bytes)
+        end = begin + 8 * count
+        if size != len(view) or end > size:
+            raise RecordError(f"a record of {size} bytes in an entry of {len(view)}")
+        if view[HEAD_BYTES : HEAD_BYTES + key_bytes] != key:
+            raise RecordError("it is another sample's")
+        words = struct.unpack_from(f"<{count}Q", view, begin)
+        ends = [*itertools.accumulate((word & LENGTH_MASK for word in words), initial=end)]
+        payload = tuple(view[one:next_] for one, next_ in itertools.pairwise(ends))
+        checksum = checksum_of(view[CHECKSUM_BYTES:end], payload, identity ^ layout.seed)
+        if ends[-1] != size or checksum != expected:
+            raise RecordError("the checksum does not match")
+        return cls(view, layout, tuple(word >> 56 for word in words), payload)
 
     def field(self, position: int) -> tuple[FieldLayout, memoryview]:
         """Return what a field holds in this record, and its numbers.
@@ -322,34 +327,3 @@ def split_block(block: memoryview) -> Iterator[memoryview]:
             return
         yield block[at : at + size]
         at += aligned(size)
-
-
-def open_record(key: bytes, value: Any, layout: Layout, identity: int = 0) -> Record:
-    """Check a record against its own sizes and its checksum; decode nothing yet.
-
-    Args:
-        key: The key it was found under.
-        value: Its bytes, any buffer.
-        layout: Of the generation's records.
-        identity: Of the generation.
-
-    Raises:
-        RecordError: Damaged, cut short, or of another sample, layout or generation.
-    """
-    view, count = memoryview(value), len(layout.fields)
-    if len(view) < HEAD_BYTES:
-        raise RecordError(f"{len(view)} bytes are no record")
-    expected, size, key_bytes = HEAD.unpack_from(view)
-    begin = HEAD_BYTES + aligned(key_bytes)
-    end = begin + 8 * count
-    if size != len(view) or end > size:
-        raise RecordError(f"a record of {size} bytes in an entry of {len(view)}")
-    if view[HEAD_BYTES : HEAD_BYTES + key_bytes] != key:
-        raise RecordError("it is another sample's")
-    words = struct.unpack_from(f"<{count}Q", view, begin)
-    ends = [*itertools.accumulate((word & LENGTH_MASK for word in words), initial=end)]
-    payload = tuple(view[one:next_] for one, next_ in itertools.pairwise(ends))
-    checksum = checksum_of(view[CHECKSUM_BYTES:end], payload, identity ^ layout.seed)
-    if ends[-1] != size or checksum != expected:
-        raise RecordError("the checksum does not match")
-    return Record(view, layout, tuple(word >> 56 for word in words), payload)

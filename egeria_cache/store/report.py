@@ -26,7 +26,7 @@ from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import FORMAT, DamagedError, GoneError, Manifest
 from egeria_cache.store.generation import Generation
-from egeria_cache.store.record import HEAD, HEAD_BYTES, Encoded, Record, key_of, open_record
+from egeria_cache.store.record import HEAD, HEAD_BYTES, Encoded, Record, Records, key_of
 from egeria_cache.store.schema import Layout, RecordError, decode_key
 from egeria_cache.store.store import ActivationStore
 
@@ -233,23 +233,23 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
         OSError: The stream cannot be read, or the disk not be written.
     """
     fields, totals, layout = _description(stream.readline(manifest.MAX_JSON_BYTES))
-    done, records, num_taken = Parcelled(manifest.generation_name(fields)), list[memoryview](), 0
+    done, records, num_taken = Parcelled(manifest.generation_name(fields)), list[Encoded](), 0
     generation = store.open_generation(fields)
     try:
         for record in _records(stream, layout, done.name):
-            records.append(record)
+            records.append(Encoded(layout, key_of(record), (record,)))
             done.num_bytes += len(record)
             if done.num_bytes >= num_taken + BLOCK_BYTES:
-                _take(generation, Encoded.of(layout, records), totals, done)
+                _take(generation, records, totals, done)
                 records, num_taken = [], done.num_bytes
     finally:
-        _take(generation, Encoded.of(layout, records), totals, done)
+        _take(generation, records, totals, done)
     return done
 
 
-def _take(generation: Generation, records: Encoded, totals: Totals, done: Parcelled) -> None:
+def _take(generation: Generation, records: Records, totals: Totals, done: Parcelled) -> None:
     """Store records, with their part of the totals."""
-    num_bytes = sum(records.sizes)
+    num_bytes = sum(one.size for one in records)
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
@@ -284,7 +284,7 @@ def _records(stream: BinaryIO, layout: Layout, name: str) -> Iterator[memoryview
             return
         record = memoryview(head + _read(stream, max(size - HEAD_BYTES, 0)))
         try:
-            open_record(key_of(record), record, layout, identity)
+            Record.open(key_of(record), record, layout, identity)
         except RecordError as problem:
             raise DamagedError(f"a record of the stream is damaged: {problem}") from None
         num_records += 1

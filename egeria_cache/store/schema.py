@@ -93,10 +93,10 @@ def each_variant(variant: Variants, count: int) -> list[int]:
     return found
 
 
-def superseded(keys: Sequence[bytes], last: Variants) -> list[bytes | None]:
-    """Return, per sample, the key of the last of its draws that goes; None for `NO_DRAW`."""
+def superseded(keys: Sequence[bytes], last: Variants) -> list[bytes]:
+    """Return, per sample, the key of the last of its draws that goes; nothing for `NO_DRAW`."""
     draws = zip(keys, each_variant(last, len(keys)), strict=True)
-    return [None if draw == NO_DRAW else key[:-4] + struct.pack(">I", draw) for key, draw in draws]
+    return [b"" if draw == NO_DRAW else key[:-4] + struct.pack(">I", draw) for key, draw in draws]
 
 
 def decode_key(key: bytes) -> tuple[SampleId | None, int]:

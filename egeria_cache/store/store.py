@@ -21,11 +21,12 @@ from typing import Any
 
 from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_known
 from egeria_cache.errors import ForeignError, StoreError
+from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk import place
 from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
 from egeria_cache.store.disk.manifest import DamagedError, Manifest
-from egeria_cache.store.generation import Counts, Generation
+from egeria_cache.store.generation import Generation
 from egeria_cache.store.writer import Writer
 from egeria_cache.tables import PAGE_BYTES, parse_size
 
@@ -103,7 +104,6 @@ class ActivationStore:
         """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
         self._generations: dict[str, Generation] = {}
-        self._counts = Counts()
         self._budget = place.Budget(self.directory, self.limit_bytes)
         self.writer = Writer()
         """Shared by all generations."""
@@ -173,8 +173,8 @@ class ActivationStore:
                 opened = self._open_files(directory, manifest)
             self._budget.make_room(0)  # the limit may be lower than it was
         generation = Generation(
-            *opened, writer=self.writer, budget=self._budget, counts=self._counts,
-            codec=self._codec, storage=self._storage, num_expected=num_expected,
+            *opened, writer=self.writer, budget=self._budget,
+            coder=Coder(self._codec, self._storage), num_expected=num_expected,
         )  # fmt: skip
         if aside is not None:
             generation.salvage(aside)
@@ -208,7 +208,7 @@ class ActivationStore:
         with self._lock:
             alive = [one for one in self._generations.values() if one.alive]
         return StoreStats(
-            **self._counts.numbers,
+            **self.writer.numbers,
             num_samples=sum(generation.num_samples for generation in alive),
             raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
             stored_bytes=sum(generation.totals.stored_bytes for generation in alive),

@@ -54,7 +54,7 @@ class Job:
 
     def __init__(
         self, target: Any, keys: Sequence[bytes], rows: Rows, ready: Sequence[Event] = (),
-        replaced: Sequence[bytes | None] | None = None, aside: Path | None = None,
+        replaced: Sequence[bytes] | None = None, aside: Path | None = None,
     ) -> None:  # fmt: skip
         self.target, self.keys, self.rows = target, keys, rows
         self.ready, self.replaced, self.aside = ready, replaced, aside
@@ -92,6 +92,9 @@ class Writer:
         """Whether batches wait for a group: those to come soon are more than those to be read."""
         self.why_dead = ""
         """Why nothing is stored any more, if that is so."""
+        self.numbers = collections.Counter(hits=0, misses=0, writes=0, dropped_writes=0, corrupt=0)
+        """What happened in this process, by its name in `StoreStats`."""
+        self._counting = threading.Lock()
         self.work_s = 0.0
         """Processor time of its thread so far."""
         self._changed = threading.Condition()
@@ -107,6 +110,11 @@ class Writer:
     def is_full(self) -> bool:
         """One more batch would be dropped, however small."""
         return len(self._jobs) >= QUEUE_BATCHES or self._waiting_bytes >= QUEUE_BYTES
+
+    def count(self, **changes: int) -> None:
+        """Count what is read and written."""
+        with self._counting:
+            self.numbers.update(changes)
 
     def submit(self, job: Job) -> bool:
         """Queue a batch without waiting; False if it was dropped."""

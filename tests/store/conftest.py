@@ -78,7 +78,7 @@ def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:
 
 def counted(generation: Any) -> tuple[int, int]:
     """Rows written and dropped."""
-    return generation.counts.numbers["writes"], generation.counts.numbers["dropped_writes"]
+    return generation._writer.numbers["writes"], generation._writer.numbers["dropped_writes"]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

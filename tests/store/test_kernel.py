@@ -146,7 +146,7 @@ def test_whatever_it_is_given_it_fills_or_refuses(codec, elements, changes, cut,
     width, _ = elements
     data = (generator.integers(0, 60, 1024) * generator.integers(0, 2, 1024)).astype(f"<u{width}")
     row = data.view(np.uint8)
-    codec, stored = Coder().encode(row, codec, elements)
+    codec, stored = Coder(codec.label).encode(row, elements)
     encoded = bytearray(stored)
     for at, byte in changes:
         encoded[at % len(encoded)] = byte

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from egeria_cache.store.codecs import Codec, Coder
+from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import Totals
 from egeria_cache.store.record import encode_rows
@@ -161,7 +161,7 @@ def test_a_batch_of_another_layout_is_refused_by_name(tmp_path, caplog, together
         assert "it holds (y: float32 [3])" in caplog.text
         assert store.stats().dropped_writes == 1
         meanwhile = {"y": torch.ones(1, 3)}  # another process has stored some
-        encoded = encode_rows(encode_keys([50]), meanwhile, Codec.RAW, Coder())
+        encoded = encode_rows(encode_keys([50]), meanwhile, Coder())
         with pytest.raises(ValueError, match="another layout"):
             store._own().take(encoded, Totals())
         for _ in range(2):

@@ -25,7 +25,7 @@ from egeria_cache.store.codecs import Codec, LossyError
 from egeria_cache.store.disk.environment import DATA_NAME, Environment
 from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
 from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.record import Encoded, Record, key_of, open_record, split_block
+from egeria_cache.store.record import Encoded, Record, Records, blocks, key_of, split_block
 from egeria_cache.store.schema import Layout, RecordError
 
 ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
@@ -158,7 +158,7 @@ class GenerationFiles:
         with self._environment.transaction() as transaction:
             yield View(self, self._environment, transaction)
 
-    def store(self, records: Encoded, told: Totals, room: Callable[[int], int]) -> tuple[int, int]:
+    def store(self, records: Records, told: Totals, room: Callable[[int], int]) -> tuple[int, int]:
         """Store records in one commit, as far as there is room; see `Generation.take`.
 
         Args:
@@ -168,14 +168,15 @@ class GenerationFiles:
         """
         with self._environment.transaction(writes=True) as transaction:
             view = View(self, self._environment, transaction)
-            new = records.only(view.new_among(records))
-            growth = view.growth_bytes(new)
-            free = room(growth[-1]) if len(new) else 0
-            fitting = new.only([size <= free for size in growth])
-            if len(fitting):
+            new = fitting = view.new_among(records)
+            if new:
+                growth = view.growth_bytes(new)
+                free = room(growth[-1])
+                fitting = new[: sum(size <= free for size in growth)]
+            if fitting:
                 view.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
-        for key in fitting.keys:
-            self.hidden.pop(key, None)
+        for one in fitting:
+            self.hidden.pop(one.key, None)
         return len(new), len(fitting)
 
 
@@ -241,10 +242,10 @@ class View:
         if there > 0:
             with contextlib.suppress(RecordError):
                 found = os.pread(self.descriptor, there, place)
-                return open_record(key, found, self.layout, self.files.identity)
+                return Record.open(key, found, self.layout, self.files.identity)
         records = split_block(memoryview(self.get(b"blocks", _BLOCK_KEY.pack(block)) or b""))
         found = next((bytes(one) for one in records if key_of(one) == key), b"")
-        return open_record(key, found, self.layout, self.files.identity)
+        return Record.open(key, found, self.layout, self.files.identity)
 
     def records(self) -> Iterator[tuple[bytes, Record | RecordError]]:
         """Yield all keys, each with its record, or with why it has no intact one."""
@@ -261,25 +262,24 @@ class View:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def new_among(self, records: Encoded) -> list[bool]:
-        """Return which of the records nobody has stored by now, each key once. What another process
-        stored is the same; what proved damaged is new.
+    def new_among(self, records: Records) -> list[Encoded]:
+        """Return those of the records that nobody has stored by now, each key once. What another
+        process stored is the same; what proved damaged is new.
         """
-        hidden, known = self.files.hidden, self.located(records.keys)["size"].tolist()
-        first = {key: row for row, key in reversed([*enumerate(records.keys)])}
-        return [
-            first[key] == row and (not known[row] or hidden.get(key, False))
-            for row, key in enumerate(records.keys)
-        ]
+        first = {one.key: one for one in reversed(records)}
+        sizes = self.located([*first])["size"].tolist()
+        known = {key for key, size in zip(first, sizes, strict=True) if size}
+        known -= {key for key, may_be_again in self.files.hidden.items() if may_be_again}
+        return [one for one in records if first[one.key] is one and one.key not in known]
 
-    def growth_bytes(self, records: Encoded) -> list[int]:
+    def growth_bytes(self, records: Records) -> list[int]:
         """Return, shape (N,), by how much the file grows at most by the first 1 to N of these:
         their blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page, sizes = self.environment.page_bytes, np.array(records.sizes, np.int64)
+        page, sizes = self.environment.page_bytes, np.array([one.size for one in records], np.int64)
         stat = self._transaction.stat(self.tables[b"samples"])
-        entries = np.cumsum(np.array([len(key) + ENTRY_BYTES for key in records.keys], np.int64))
-        if records.replaced is None:
+        entries = np.cumsum(np.array([len(one.key) + ENTRY_BYTES for one in records], np.int64))
+        if records[0].replaced is None:
             whole = np.cumsum((sizes + 7) & -8)
             blocks = whole + (whole // (BLOCK_BYTES // 2) + 1) * 2 * page
         else:
@@ -289,46 +289,47 @@ class View:
         growth: list[int] = (blocks + touched * page).tolist()
         return growth
 
-    def add(self, records: Encoded, raw_bytes: int, told: Totals) -> None:
+    def add(self, records: Records, raw_bytes: int, told: Totals) -> None:
         """Write records that are new.
 
         Raises:
             ValueError: Others have another layout.
         """
-        known, put, about = self.layout, self._transaction.put, self.tables[b"about"]
+        known, own = self.layout, records[0].layout
+        put, about = self._transaction.put, self.tables[b"about"]
         if known is None:
-            put(LAYOUT, records.layout.sealed(self.files.identity), db=about)
-        elif known != records.layout:
+            put(LAYOUT, own.sealed(self.files.identity), db=about)
+        elif known != own:
             raise ValueError("another process has stored records of another layout")
         totals = self.totals()
-        self._remove_superseded(records.replaced or (), totals)
+        self._remove_superseded([one.replaced for one in records if one.replaced], totals)
         # What is to be superseded one by one lies one by one: LMDB then uses its pages again.
-        entries = self._add_blocks(records, BLOCK_BYTES if records.replaced is None else 0)
+        entries = self._add_blocks(records, BLOCK_BYTES if records[0].replaced is None else 0)
         self._transaction.cursor(self.tables[b"samples"]).putmulti(sorted(entries))
         totals.raw_bytes += raw_bytes
-        totals.stored_bytes += sum(records.sizes)
+        totals.stored_bytes += sum(one.size for one in records)
         totals.codec = told.codec
         totals.error.join(told.error)
         put(TOTALS, totals.pack(), db=about)
 
-    def _add_blocks(self, records: Encoded, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
+    def _add_blocks(self, records: Records, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:
         """Write records, so many bytes of neighbours as one value; yield their entries."""
-        blocks = self.tables[b"blocks"]
-        cursor = self._transaction.cursor(blocks)
+        table = self.tables[b"blocks"]
+        cursor = self._transaction.cursor(table)
         number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
-        rows = zip(records.keys, records.sizes, strict=True)
-        for starts, content in records.blocks(most_bytes):
+        rest = iter(records)
+        for starts, content in blocks(records, most_bytes):
             number += 1
             key = _BLOCK_KEY.pack(number)
-            self._transaction.put(key, content, db=blocks)
+            self._transaction.put(key, content, db=table)
             place = self.environment.place_of(self.get(b"blocks", key))
-            for start, (name, size) in zip(starts, rows, strict=False):
-                yield name, _ENTRY.pack(place and place + start, size, number)
+            for start, one in zip(starts, rest, strict=False):
+                yield one.key, _ENTRY.pack(place and place + start, one.size, number)
 
-    def _remove_superseded(self, replaced: Sequence[bytes | None], totals: Totals) -> None:
+    def _remove_superseded(self, replaced: Sequence[bytes], totals: Totals) -> None:
         """Remove what is stored of each sample up to this variant; each record of it lies alone."""
         cursor = self._transaction.cursor(self.tables[b"samples"])
-        for last in filter(None, replaced):
+        for last in replaced:
             prefix = last[:-4]
             is_there = cursor.set_range(prefix + bytes(4))
             while is_there and (key := bytes(cursor.key())) <= last and key[:-4] == prefix:
@@ -354,7 +355,7 @@ _NODE = struct.Struct("<HHHH")
 """Bytes of the value, low and high; flags; bytes of the key."""
 
 
-def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
+def salvaged(directory: Path, identity: int) -> Iterator[list[Encoded]]:
     """Yield the intact records of each block of more than half a page.
 
     Args:
@@ -373,7 +374,7 @@ def salvaged(directory: Path, identity: int) -> Iterator[Encoded]:
                     block = os.pread(file.fileno(), count * PAGE_BYTES - 16, page * PAGE_BYTES + 16)
                     for layout in layouts:
                         if found := [*_intact(memoryview(block), layout, identity)]:
-                            yield Encoded.of(layout, found)
+                            yield found
 
 
 def _pages(descriptor: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -396,8 +397,8 @@ def _layouts(descriptor: int, size: int, identity: int) -> Iterator[Layout]:
                 yield Layout.unsealed(content[begin : begin + (low | high << 16)], identity)
 
 
-def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[memoryview]:
+def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[Encoded]:
     for record in split_block(block):
         with contextlib.suppress(RecordError):
-            open_record(key_of(record), record, layout, identity)
-            yield record
+            Record.open(key_of(record), record, layout, identity)
+            yield Encoded(layout, key_of(record), (record,))
