@@ -482,7 +482,7 @@ def merge_rows(mask: np.ndarray, where_true: Rows, where_false: Rows) -> Rows:
     """Interleave two sets of rows: row i comes from `where_true` if mask[i], else `where_false`."""
     if isinstance(where_true, Tensor) and isinstance(where_false, Tensor):
         return interleaved(mask, where_true, where_false)
-    yes, no = iter(_values(where_true)), iter(_values(where_false))
+    yes, no = iter(where_true), iter(where_false)
     kind = list if isinstance(where_false, Tensor) else type(where_false)
     return kind(next(yes) if hit else next(no) for hit in mask)
 
@@ -495,10 +495,6 @@ def interleaved(mask: np.ndarray, where_true: Tensor, where_false: Tensor) -> Te
     order[~mask] = np.arange(len(where_true), len(mask))
     together = torch.cat((where_true, where_false))
     return together.index_select(0, uploaded(torch.from_numpy(order), together.device))
-
-
-def _values(rows: Rows) -> Sequence[Any]:
-    return list(rows.unbind(0)) if isinstance(rows, Tensor) else rows
 
 
 def counting(like: Any, batch_size: int) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.attempt import is_beside
+from egeria_cache.attempt import Attempt
 from egeria_cache.batch.batch import (
     Batch,
     Rows,
@@ -168,12 +168,9 @@ class BatchTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
-            try:
+            result: Any = NotImplemented
+            with Attempt():  # an error of the operation's own comes again, below
                 result = _recorded(func, args, kwargs)
-            except Exception as error:
-                if not is_beside(error):
-                    raise
-                result = NotImplemented  # an error of the operation's own comes again, below
             if func is Tensor.detach and isinstance(result, BatchTensor) and result is not args[0]:
                 result._source = args[0]
             if result is not NotImplemented:

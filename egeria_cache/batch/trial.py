@@ -101,18 +101,20 @@ def forget_trials() -> None:
     _TRIED.clear()
 
 
-def _own(value: Any) -> Any:
-    """Return an argument that nobody else can change."""
+def _own(value: Any, num_rows: int | None = None) -> Any:
+    """Return an argument that nobody else can change, with `ROWS` for the number of rows."""
     if isinstance(value, list | tuple):
-        return tuple(map(_own, value))
-    return value.clone() if isinstance(value, Tensor) else value
+        return tuple(_own(item, num_rows) for item in value)
+    if isinstance(value, Tensor):
+        return value.clone()
+    return chain.ROWS if type(value) is int and value == num_rows else value
 
 
 def _try(op: chain.Op, leaves: Sequence[chain.Leaf], size: int) -> Found | None:
     num_rows, tried = leaves[0].num_rows, []
     candidates = [op]
     if any(type(value) is int and value == num_rows for value in tree_leaves(op.args)):
-        candidates.append(replace(op, args=_with_rows(op.args, num_rows), key=f"{op.key} of B"))
+        candidates.append(replace(op, args=_own(op.args, num_rows), key=f"{op.key} of B"))
     for candidate in candidates:
         with _unseen() as has_drawn:
             with Attempt():
@@ -122,13 +124,6 @@ def _try(op: chain.Op, leaves: Sequence[chain.Leaf], size: int) -> Found | None:
     found = [one for one in tried if one is not None]
     apart = (one for one in found if not one[0][0].opens)
     return next(apart, found[0] if found else None)
-
-
-def _with_rows(value: Any, num_rows: int) -> Any:
-    """Put `ROWS` for the number of rows."""
-    if isinstance(value, tuple):
-        return tuple(_with_rows(item, num_rows) for item in value)
-    return chain.ROWS if type(value) is int and value == num_rows else value
 
 
 _IGNORE: Any = ("ignore", None, Warning, None, 0)

@@ -135,10 +135,7 @@ class Planner:
             yield self.undispatched.popleft()
 
     def take_indices(self) -> list[Any] | None:
-        """Return what the sampler draws next, past all planning: only while nothing is `planned`.
-
-        None at the end.
-        """
+        """Return what the sampler draws next; None at the end, and ever after."""
         indices = next(self.index_batches, None)
         if indices is None:
             self.index_batches = iter(())  # it is not asked again
@@ -197,15 +194,12 @@ class Planner:
         What other processes have stored by now is found: ranks that share a directory find in one
         epoch what any of them has stored in the one before.
         """
-        batches = list[list[Any]]()
-        while len(batches) < count and (indices := next(self.index_batches, None)) is not None:
-            batches.append(list(indices))
-        if len(batches) < count:
-            self.index_batches = iter(())  # it is not asked again
+        first, batches = self.next_number, list[list[Any]]()
+        while len(batches) < count and (indices := self.take_indices()) is not None:
+            batches.append(indices)
         if not batches:
             return False
-        for plan in self._planned(batches, views, seeds_all, self.next_number):
-            self.next_number += 1
+        for plan in self._planned(batches, views, seeds_all, first):
             self.planned.append(plan)
             self.undispatched.append(plan.misses)
             if plan.entry is not None:
