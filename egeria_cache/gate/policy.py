@@ -128,9 +128,9 @@ class AuditPlan:
         self.doubted = set[tuple[str, int]]()
         """Loaders at cuts at which an earlier run has stored."""
 
-    def choose(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
-        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
-        epoch, which begins with a batch of a smaller number than before; None for none.
+    def choose(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Return the hits to recompute: bool, shape (B,); None for none. An epoch begins with a
+        batch of a smaller number than before.
         """
         hit, number = entry.hit, batch.context.task.number
         num_hits, at = int(np.count_nonzero(hit)), (batch.loader_name, id(entry.cut))
@@ -149,7 +149,7 @@ class AuditPlan:
             return None
         rows = np.zeros(len(hit), bool)
         rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True
-        return rows, served == 1
+        return rows
 
 
 class StepTimer:

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from egeria_cache import threads
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
-from egeria_cache.device import Answers, uploaded
+from egeria_cache.device import uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
-from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
+from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
-from egeria_cache.skip.serve.compare import gap, tolerance
+from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.placeholder import Escape
@@ -58,8 +58,6 @@ _TRANSFORMED = (
     "the model is called within `torch.func` (vmap, grad) or under a mode that changes operations, "
     "and never without"
 )
-Chosen = tuple[np.ndarray, bool] | None
-"""Hits to audit: a mask, shape (B,), and whether to wait for what that shows."""
 _AS_THEY_COME = (
     "Give the model the loader's batches as they come, or do what changes them after the boundary "
     "or in the data set"
@@ -151,9 +149,8 @@ class SkipHost(Protocol):
     def called(self) -> None:
         """The model is called, with whatever."""
 
-    def audited(self, batch: Batch, entry: Entry) -> Chosen:
-        """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
-        for what that shows before the batch is served; None for none."""
+    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
+        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
 
     def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
         """Whether these rows can be loaded again as they were."""
@@ -256,7 +253,6 @@ class SkipEngine:
         """Whether a call was computed like that, under this boundary."""
         self._is_told = False
         """Whether it was said what that changes."""
-        self._audits = Answers()
         self._addresses = Addresses()
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
@@ -467,9 +463,8 @@ class SkipEngine:
             stored = entry.load()
         except LookupError:
             return self._miss(plan, call)
-        chosen = self.host.audited(call.batch, entry)
-        is_due = chosen is not None or self._audits.asked
-        if is_due and not self._audit(source, call, entry, stored, chosen):
+        mask = self.host.audited(call.batch, entry)
+        if mask is not None and not self._audit(source, call, entry, stored, mask):
             return self._plainly(call)
         if not entry.hit.all():
             stored = self._complete(source, call, entry, stored)
@@ -615,18 +610,14 @@ class SkipEngine:
         return output
 
     def _audit(
-        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows, chosen: Chosen
+        self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows, mask: np.ndarray
     ) -> bool:
-        """Recompute the chosen hits from their raw samples; False if one is not what was stored.
-
-        On a device without waiting for that, but for the first of an epoch: what came of it is read
-        by a later call.
-        """
-        if chosen is None or not self.host.may_audit(call.batch, chosen[0]):
-            return self._confirmed()
-        (mask, waits), started, fresh = chosen, time.perf_counter(), Rows()
+        """Recompute the chosen hits from their raw samples; False if one is not what was stored."""
+        if not self.host.may_audit(call.batch, mask):
+            return True
+        started, differ = time.perf_counter(), list[str]()
         loaded = call.batch.load_rows(mask)
-        same = self.host.audit_leaves(call.batch, mask, loaded)
+        same, fresh = self.host.audit_leaves(call.batch, mask, loaded), Rows()
         if same:
             fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
@@ -637,25 +628,17 @@ class SkipEngine:
                 of_these = lengths.select(np.flatnonzero(mask))
                 computed = growth[name].blanked(computed, of_these, surely=True)
                 known = growth[name].blanked(known, of_these, surely=True)
-            alike = computed.shape == known.shape and computed.dtype == known.dtype
-            error = gap(computed, known) if alike else torch.tensor(torch.inf)
-            about = call.batch, mask, name, source.boundary, tolerance(computed, source.coarsest)
-            self._audits.ask(error, about)
+            error = difference(computed, known)
+            if not error <= tolerance(computed, source.coarsest):
+                differ.append(
+                    f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
+                )
         self.host.note("audit", time.perf_counter() - started)
-        return same and self._confirmed(wait=waits)
-
-    def _confirmed(self, *, wait: bool = False) -> bool:
-        """Whether recomputed hits were what was stored, as far as that is known by now."""
-        for error, (batch, mask, name, boundary, most) in self._audits.come(wait=wait):
-            if not float(error) <= most:
-                for guard in self._plans.guards:  # written to since a device was last asked
-                    if (reason := guard.changed(wait=True)) is not None:
-                        self._void(reason, guard)
-                        return False
-                finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
-                if not self.host.audit_failed(batch, mask, finding):
-                    return False
-        return True
+        for guard in self._plans.guards if differ else ():
+            if (reason := guard.changed(wait=True)) is not None:
+                self._void(reason, guard)  # written to since a device was last asked
+                return False
+        return same and all(self.host.audit_failed(call.batch, mask, one) for one in differ)
 
     def _complete(self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows) -> Rows:
         """Run the prefix on the misses alone, and merge the rows in order."""
@@ -700,10 +683,7 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            own = getattr(self._attached, "__wrapped__", None)
-            if (before := before_in_sequence(self.model, self.boundary, own)) is not None:
-                self._held.extend(before)
-            elif not are_alike(self.model.modules()):
+            if not are_alike(self.model.modules()):
                 with Attempt():  # if it is the model's own error, its forward raises it again
                     self._dry_run(self.boundary, call).discover()
             self.host.note("proof", time.perf_counter() - started)
@@ -778,7 +758,6 @@ class SkipEngine:
             self._held.release()
             self._is_held = False
         self._announced.clear()
-        self._audits = Answers()
         self._addresses.void(r.cut.fields for r in self._plans.all() if r.cut is not None)
         self.cut = None
         self._plans.park(guard)
@@ -836,7 +815,6 @@ class SkipEngine:
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
-        self._confirmed(wait=True)
         self.scout.close()
         self._auto = None
         self.set_boundary(None)
