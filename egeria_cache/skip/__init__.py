@@ -12,7 +12,7 @@ user's modules, and holds the frozen ones in inference mode (`frozen`).
 """
 
 from egeria_cache.pystate import RandomState
-from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine, SkipHost
+from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine
 from egeria_cache.skip.model.calls import Recorder, intercept
 from egeria_cache.skip.model.entered import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
@@ -22,23 +22,7 @@ from egeria_cache.skip.serve.cut import Cut, Step
 from egeria_cache.skip.serve.trace import leaves_behind
 
 __all__ = [
-    "MAX_CHAINS",
-    "Cut",
-    "FrozenPrefix",
-    "RandomState",
-    "Recorder",
-    "SkipEngine",
-    "SkipHost",
-    "Step",
-    "blocks",
-    "differs_in_training",
-    "groups_of",
-    "holds_stage",
-    "inner_model",
-    "intercept",
-    "is_sharded",
-    "leaves_behind",
-    "module_named",
-    "ordinary_arguments",
-    "states_in",
-]
+    "MAX_CHAINS", "Cut", "FrozenPrefix", "RandomState", "Recorder", "SkipEngine", "Step",
+    "blocks", "differs_in_training", "groups_of", "holds_stage", "inner_model", "intercept",
+    "is_sharded", "leaves_behind", "module_named", "ordinary_arguments", "states_in",
+]  # fmt: skip

@@ -71,8 +71,6 @@ class _OneCall:
     key: tuple[Any, ...] = ()
     raised: BaseException | None = None
     """What the loop has to get."""
-    failure: Exception | None = None
-    """What went wrong beside it."""
     is_done = False
     output: Any = None
     seconds = 0.0
@@ -150,10 +148,8 @@ class SkipHost(Protocol):
         """The model is called, with whatever."""
 
     def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none."""
-
-    def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
-        """Whether these rows can be loaded again as they were."""
+        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none, or
+        where they cannot be loaded again as they were."""
 
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Where a batch that was planned for another cut enters at this one; None if not all of it
@@ -296,7 +292,7 @@ class SkipEngine:
             threading.get_ident() == self.trained_by or self._is_of_the_loop(args, kwargs)
         ):
             ours, depth, grad = _OneCall(), len(calls.LOCAL.active), torch.is_grad_enabled()
-            started = time.perf_counter()
+            started, failure = time.perf_counter(), None
             try:  # around everything: an interrupt may come between any two lines
                 if self._running.setdefault("call", ours) is ours:
                     auto = self._auto
@@ -307,7 +303,7 @@ class SkipEngine:
                 torch.set_grad_enabled(grad)
                 if error is ours.raised or not is_beside(error):
                     raise
-                ours.failure = without_us(error)
+                failure = without_us(error)
             finally:
                 if self._running.get("call") is ours:
                     self._running.clear()
@@ -317,8 +313,8 @@ class SkipEngine:
                         beside_s = time.perf_counter() - started - ours.seconds
                         with Attempt():  # a figure, and no error of the loop's
                             self.host.note("beside", beside_s)
-            if ours.failure is not None:
-                return self._instead(ours, args, kwargs)
+            if failure is not None:
+                return self._instead(ours, failure, args, kwargs)
         # Nothing is frozen; or this is a call within a call, or of another thread.
         return self.computed(*args, **kwargs)
 
@@ -375,10 +371,9 @@ class SkipEngine:
             self.trained_by = threading.get_ident()
         return threading.get_ident() == self.trained_by
 
-    def _instead(self, ours: _OneCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _instead(self, ours: _OneCall, error: Exception, args: Any, kwargs: Any) -> Any:
         """Something beside the call has failed: return what the model gave, or gives."""
-        error, call = ours.failure, ours.call
-        assert error is not None
+        call = ours.call
         if ours.is_done:
             output = ours.output if call is None else call.hand_back(ours.output)
         else:
@@ -613,8 +608,6 @@ class SkipEngine:
         self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows, mask: np.ndarray
     ) -> bool:
         """Recompute the chosen hits from their raw samples; False if one is not what was stored."""
-        if not self.host.may_audit(call.batch, mask):
-            return True
         started, differ = time.perf_counter(), list[str]()
         loaded = call.batch.load_rows(mask)
         same, fresh = self.host.audit_leaves(call.batch, mask, loaded), Rows()

@@ -89,8 +89,8 @@ class DryRun:
         self._weights.looks_closely = True
         try:
             with Attempt() as tried:
-                found, copies = self.discover(), self._copies()
-                traced = TracedBatch(self.boundary, found, copies, self._surroundings)
+                (steps, around), copies = self.discover(), self._copies()
+                traced = TracedBatch(self.boundary, steps, around, copies, self._surroundings)
                 traced.run_plainly()
                 self._weights.looks_closely = False
                 proved = prove(traced)

@@ -30,23 +30,23 @@ from egeria_cache.skip.state.quiet import quietly_in
 from egeria_cache.skip.state.surroundings import Weights
 
 
+@dataclasses.dataclass(eq=False)
 class ModelCopy:
     """One copy of the model and its call, to be run and thrown away."""
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        forward: Callable[..., Any],
-        call: Invocation,
-        weights: Weights,
-        of: Callable[[Any], Any],
-    ) -> None:
-        self._forward, self.call, self._weights, self.of = forward, call, weights, of
-        """Gives the copy of what the model holds; itself if it is shared."""
+    modules: Iterable[nn.Module]
+    """The user's."""
+    _forward: Callable[..., Any]
+    call: Invocation
+    _weights: Weights
+    of: Callable[[Any], Any]
+    """Gives the copy of what the model holds; itself if it is shared."""
+
+    def __post_init__(self) -> None:
         self.moved: dict[int, str] = {}
         """Id -> name of the parameters that the last run has written to."""
         self.context = copy_context()
-        self._real = {id(of(module)): module for module in modules}
+        self._real = {id(self.of(module)): module for module in self.modules}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; context variables that it sets are this copy's own."""

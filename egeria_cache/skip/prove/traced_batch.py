@@ -97,28 +97,25 @@ class Recomputed:
     """Per step, the leaves of what it was called with."""
 
 
+@dataclass(eq=False)
 class TracedBatch:
-    """The plain run of the first batch, and the means to run the model again.
+    """The plain run of the first batch, and the means to run the model again."""
 
-    Args:
-        boundary: Qualified name of the last module of the prefix.
-        found: The calls that returned before the boundary did, and that one, in order; and the
-            modules around it.
-        copies: Of the model and its inputs as they are before the plain run.
-        surroundings: What the copies share with the model.
-    """
+    boundary: str
+    """Qualified name of the last module of the prefix."""
+    steps: list[CallRecord]
+    """The calls that returned before the boundary did, and that one, in order."""
+    ancestors: list[nn.Module]
+    """The modules around it."""
+    copies: ModelCopies
+    """Of the model and its inputs as they are before the plain run."""
+    surroundings: Surroundings
+    """What the copies share with the model."""
 
-    def __init__(
-        self,
-        boundary: str,
-        found: tuple[list[CallRecord], list[nn.Module]],
-        copies: ModelCopies,
-        surroundings: Surroundings,
-    ) -> None:
-        self.boundary, self.copies, self.surroundings = boundary, copies, surroundings
-        self.steps, self.ancestors = found
+    def __post_init__(self) -> None:
+        copies = self.copies
         self.model, self.call, self.size = copies.model, copies.call, copies.call.batch.size
-        self.before = surroundings.now()
+        self.before = self.surroundings.now()
         self.names = {id(module): name for name, module in self.model.named_modules()}
         self.known = known_tensors(self.model)
         self.grad = torch.is_grad_enabled()
