@@ -528,7 +528,7 @@ class SkipEngine:
         self.host.note("proof", time.perf_counter() - started)
         if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
-        rows, why = capture.rows(), capture.deviation
+        rows, why = capture.rows, capture.deviation
         if rows is not None and not replay.alike(rows, proved, plan.coarsest):
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
@@ -592,7 +592,7 @@ class SkipEngine:
         if plan.at(call.batch.lengths) is None:
             return self._plainly(call)
         output, capture = replay.full(self._once, plan, call)
-        return self._taken(plan, call, output, capture.rows(), capture.deviation)
+        return self._taken(plan, call, output, capture.rows, capture.deviation)
 
     def _taken(
         self, plan: ReplayPlan, call: Invocation, output: Any, rows: Rows | None, why: str | None

@@ -148,8 +148,6 @@ class CallRecord:
     """One call of one module."""
 
     module: nn.Module
-    parent: int
-    """Index of the call that made this one; -1 for the model itself."""
     stack: tuple[int, ...]
     """Indices of the calls open around it, outermost first."""
     end: int = -1
@@ -181,9 +179,8 @@ class Recorder:
     ) -> Any:
         """Handle one call."""
         index = len(self.calls)
-        parent = self.open[-1] if self.open else -1
-        self._look(parent)
-        record = CallRecord(module, parent, tuple(self.open))
+        self._look(self.open[-1] if self.open else -1)
+        record = CallRecord(module, tuple(self.open))
         self.calls.append(record)
         self.open.append(index)
         try:
@@ -219,7 +216,7 @@ class Recorder:
         steps = [
             call
             for call in self.calls
-            if 0 <= call.end <= end and (call.parent == -1 or call.parent in around)
+            if 0 <= call.end <= end and around.issuperset(call.stack[-1:])
         ]
         return steps, [self.calls[i] for i in sorted(around)]
 

@@ -63,10 +63,8 @@ def _without_wrappers(name: str) -> tuple[str, ...]:
 def inner_model(model: nn.Module) -> nn.Module:
     """Look through wrappers that call the model as it is."""
     names = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-    while type(model).__name__ in names:
-        inner = getattr(model, names[type(model).__name__])
-        assert isinstance(inner, nn.Module)
-        model = inner
+    while (name := names.get(type(model).__name__)) is not None:
+        model = model.get_submodule(name)
     return model
 
 

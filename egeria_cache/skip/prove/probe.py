@@ -323,7 +323,7 @@ def note_reads(
         plan.operators, plan.until = trace.operators, trace.until
         plan.draws |= bool(trace.draws)
         if drawing := [index for index in trace.draws if index in skipped]:
-            raise BoundaryError.impure(plan.boundary, trace.describe_draws(drawing[0]))
+            raise BoundaryError.impure(plan.boundary, trace.draws[drawing[0]])
     read = {owner for owner, key in seen.noted if key == "training" or _may_count(key)}
     around = set(map(id, traced.ancestors))
     plan.others = [one for one in traced.not_skipped() if id(one) in read - around]

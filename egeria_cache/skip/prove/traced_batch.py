@@ -291,13 +291,15 @@ class PrefixRun:
             )
         if self._trace is not None:
             self._around.update(frame for frame, _ in walk_stack(sys._getframe(1)))
+            self._trace.at = position
         self.given.append(tree_leaves((args, kwargs)))
         self._inside = True
         try:
-            with self._trace.step(position) if self._trace is not None else nullcontext():
-                output = original(*args, **kwargs)
+            output = original(*args, **kwargs)
         finally:
             self._inside = False
+            if self._trace is not None:
+                self._trace.at = -1
         self.outputs.append(tree_map(lambda leaf: leaf, output))  # what is put into it comes later
         if not self._stops:
             synchronize()

@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from torch.utils import _pytree as pytree
 
 from egeria_cache.batch import (
     AbsentTensor,
@@ -54,7 +48,7 @@ _GONE = "no longer there"
 class Layout:
     """Where each leaf stands. Compared by structure."""
 
-    spec: TreeSpec
+    spec: pytree.TreeSpec
     opened: tuple[tuple[int, type, tuple[str, ...]], ...]
     """(which leaf of the tree, its type, the paths inside it)."""
     structures: tuple[Structure, ...] = field(compare=False)
@@ -75,18 +69,18 @@ class Layout:
                 outer.append(next(rest))
             else:
                 outer.append(structure.rebuild({path: next(rest) for path in structure.paths}))
-        built = tree_unflatten(outer, self.spec)
+        built = pytree.tree_unflatten(outer, self.spec)
         args, kwargs = (own_containers(*pair) for pair in zip(given, built, strict=True))
         return args, kwargs
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
-        outer = tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
+        outer = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
         names = {"[0]": "args", "[1]": "kwargs"}
         inside = {at: paths for at, _, paths in self.opened}
         found = []
-        for path, at in tree_flatten_with_path(outer)[0]:
-            text = keystr(path)
+        for path, at in pytree.tree_flatten_with_path(outer)[0]:
+            text = pytree.keystr(path)
             name = names[text[:3]] + text[3:]
             found += [name + inner for inner in inside.get(at, ("",))]
         return found
@@ -99,7 +93,7 @@ def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
     mapping or record. Other objects, such as a cache of keys and values, count as one there:
     skipped modules may have filled them.
     """
-    outer, spec = tree_flatten(tree)
+    outer, spec = pytree.tree_flatten(tree)
     leaves, opened, structures = list[Any](), [], []
     for at, leaf in enumerate(outer):
         is_open = not isinstance(leaf, (Tensor, type, *PLAIN))
@@ -119,7 +113,7 @@ def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
 @functools.cache
 def _flat(count: int) -> Layout:
     """Return the layout of so many positional arguments that are one leaf each."""
-    return Layout(tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
+    return Layout(pytree.tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class _Object(weakref.ref[Any]):
 _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
+_PLAIN: _Modes = False, ()
 
 
 def _sources_in(node: Any) -> frozenset[Source] | None:
@@ -134,11 +135,11 @@ class Scene:
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
-    left_out: list[tuple[Callable[..., Any], Any, Sequence[Any], _Modes]] = field(
+    left_out: list[tuple[Callable[..., Any], Any, list[_Mark | None], _Modes]] = field(
         default_factory=list
     )
-    """Calls that were not made: a function, what it is given, the leaves of what it gives (marks of
-    placeholders, or placeholders that are used in every run), and in which modes."""
+    """Calls that were not made: a function, what it is given, marks of the leaves of what it gives,
+    and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
     written: Collection[int] = ()
@@ -150,12 +151,15 @@ class Scene:
     why: BoundaryError | None = None
     """What has needed it."""
 
-    def leave_out(self, function: Callable[..., Any], given: Any, output: Any) -> None:
-        """Remember an operation that is not done."""
-        leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
-        self.left_out.append(
-            (function, self.marked(given), list(map(mark_of, leaves)), (False, ()))
-        )
+    def leave_out(
+        self,
+        function: Callable[..., Any],
+        given: Any,
+        leaves: Iterable[Any],
+        modes: _Modes = _PLAIN,
+    ) -> None:
+        """Remember a call that is not made, and the leaves of what it would give."""
+        self.left_out.append((function, self.marked(given), list(map(mark_of, leaves)), modes))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.
@@ -165,27 +169,25 @@ class Scene:
         """
         if (mark := mark_of(node)) is not None:
             return mark
+        kind = type(node)
+        if depth and isinstance(node, tuple) and kind is not torch.Size:
+            parts = [self.marked(one, depth - 1) for one in node]
+            made_in_c = hasattr(kind, "n_fields")  # what `max` gives
+            return kind(parts) if made_in_c else tuple.__new__(kind, parts)
+        if depth and kind is list:
+            return [self.marked(one, depth - 1) for one in node]
+        if depth and kind is dict and gc.is_tracked(node):
+            return {key: self.marked(one, depth - 1) for key, one in node.items()}
         if isinstance(node, Tensor):
             node = node.clone() if len(self.read) in self.written else node
             self.read.append((node, _version(node)))
-        elif isinstance(node, tuple) or (
-            gc.is_tracked(node) and not isinstance(node, nn.Module | type)
-        ):
-            inner = functools.partial(self.marked, depth=depth - 1)
-            if depth and isinstance(node, tuple) and type(node) is not torch.Size:
-                made_in_c = hasattr(type(node), "n_fields")  # what `max` gives
-                make = type(node) if made_in_c else functools.partial(tuple.__new__, type(node))
-                return make(map(inner, node))
-            if depth and type(node) is list:
-                return [*map(inner, node)]
-            if depth and type(node) is dict:
-                return {key: inner(value) for key, value in node.items()}
-            if (sources := _sources_in(node)) is not None:
-                if type(node).__weakrefoffset__:
-                    return _Object(node)
-                if sources and not self.is_hit:
-                    raise Escape.at(sources, f"what is given on, a {type(node).__name__!r}")
-                return _Mark(type(self))  # whatever that was
+        elif gc.is_tracked(node) and not isinstance(node, nn.Module | type):
+            sources = _sources_in(node)
+            if sources is not None and kind.__weakrefoffset__:
+                return _Object(node)
+            if sources and not self.is_hit:
+                raise Escape.at(sources, f"what is given on, a {kind.__name__!r}")
+            return node if sources is None else _Mark(type(self))  # whatever that was
         return node
 
     def written_since(self) -> frozenset[int]:
@@ -211,7 +213,7 @@ class Scene:
                             modes.enter_context(torch.autocast(kind, number))
                         args, kwargs = tree_map_only((_Mark, _Object), self._real, given)
                         leaves = tree_leaves(function(*args, **kwargs))
-                        self.values.update(zip(map(mark_of, gives), leaves, strict=False))
+                        self.values.update(zip(gives, leaves, strict=False))
                 self._share()
         return self.why is not None
 
@@ -340,7 +342,7 @@ class Placeholder(Tensor):
         cls, found: list[Placeholder], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         device, scene, given = found[0].device, found[0].scene, (args, kwargs)
-        if func in factories():
+        if is_factory(func):
             # A tensor of the right kind will do: they never read the values.
             args, kwargs = tree_map_only(Placeholder, lambda p: _empty(p, p.device), given)
             return func(*args, **kwargs)
@@ -385,7 +387,7 @@ class Placeholder(Tensor):
                 # `unsqueeze_` and the like change the tensor itself: a wrapper cannot follow.
                 raise scene.escape(sources, func)
         if written and isinstance(result, Tensor):
-            scene.leave_out(func, given, None)
+            scene.leave_out(func, given, ())
             return written[0]
         is_callers = _gives_views(func) and any(one.is_callers for one in found)
 
@@ -393,7 +395,8 @@ class Placeholder(Tensor):
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
 
         output = wrap(result) if isinstance(result, Tensor) else tree_map_only(Tensor, wrap, result)
-        scene.leave_out(func, given, output)
+        leaves = (output,) if type(output) is Placeholder else tree_leaves(output)
+        scene.leave_out(func, given, leaves)
         return output
 
     def number_of(self, what: str = "the model's output") -> Tensor:
@@ -560,14 +563,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return written
 
 
-@functools.cache
-def factories() -> frozenset[Any]:
-    """Operators that read a tensor's shape and dtype, never its values."""
-    names = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
-             "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")  # fmt: skip
-    return frozenset(
-        getattr(packet, overload)
-        for packet in (getattr(torch.ops.aten, name) for name in names)
-        for overload in packet.overloads()
-        if "out" not in overload
-    )
+_FACTORIES = frozenset(
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+                 "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+)  # fmt: skip
+
+
+def is_factory(func: Any) -> bool:
+    """Whether an operator reads a tensor's shape and dtype, never its values."""
+    return func._schema.name in _FACTORIES and not _write_positions(func)

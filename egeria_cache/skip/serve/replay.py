@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,7 @@ from egeria_cache.skip.model.calls import Recorder, intercept, when_returned
 from egeria_cache.skip.serve.call import Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
-from egeria_cache.skip.serve.placeholder import (
-    Escape,
-    Placeholder,
-    Scene,
-    Source,
-    Unavailable,
-    mark_of,
-)
+from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
 
@@ -59,7 +52,8 @@ class CaptureRun:
         self.stop = stop
         self.deviation: str | None = None
         self._taken: dict[Slot, Tensor] = {}
-        self._rows: dict[str, Tensor] | None = None
+        self.rows: dict[str, Tensor] | None = None
+        """The cut's tensors as rows; None if the model took another way this time."""
         self._position = 0
         self._inside = False
 
@@ -85,7 +79,7 @@ class CaptureRun:
             if self._position == len(steps) - 1 and not self.deviation:
                 # Copies of the values as they stand when the boundary returns: in-place steps of
                 # the prefix count; what the active part writes, perhaps by NumPy, does not.
-                self._rows = self.plan.rows(self._taken.__getitem__)
+                self.rows = self.plan.rows(self._taken.__getitem__)
                 if not self.stop:
                     when_returned(module, self.plan.returned)
         self._position += 1
@@ -93,14 +87,8 @@ class CaptureRun:
             raise PrefixDone
         return output
 
-    def rows(self) -> dict[str, Tensor] | None:
-        """Return the cut's tensors as rows; None if the model took another way this time."""
-        return None if self.deviation else self._rows
-
     def _keep(self, step: StepPlan, output: Any) -> None:
-        leaves, spec = [output], step.spec
-        if not step.single or type(output) is not Tensor:
-            leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten(output)
         if spec != step.spec:
             self._deviate(f"{step.name!r} returned another structure")
             return
@@ -116,14 +104,13 @@ class CaptureRun:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
     def _deviate(self, how: str) -> None:
-        self.deviation = self.deviation or how
+        self.deviation, self.rows = self.deviation or how, None
         if self.stop:
             raise BoundaryError.another_way(self.plan.boundary, how)
 
 
 _MAX_SIZES = 16
 """Sizes of batches that a plan has a replay ready for."""
-_MAX_INPUTS = 64
 
 
 class ReplayRun:
@@ -143,9 +130,12 @@ class ReplayRun:
         self.scene = scene or Scene(plan.names, around, is_hit=True, written=plan.written)
         self.modules = plan.modules
         self.cached = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
-        self._leaves: dict[int, list[Any]] = {}
+        # A dry run looks who keeps them.
+        kept = [] if self.looks else [i for i, step in enumerate(plan.steps) if not step.run]
+        self._leaves = {index: self._stand_ins(index) for index in kept}
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
-        self.own: list[Any] = []
+        made = (one for leaves in self._leaves.values() for one in leaves)
+        self.own = [one for one in made if isinstance(one, Placeholder | Unavailable)]
         """All that it has made."""
 
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
@@ -196,11 +186,9 @@ class ReplayRun:
         """Return what stands for a step's output: stored values and constants, or placeholders."""
         plan, scene, index = self.plan, self.scene, self._position
         stand_ins = self._leaves.get(index) or self._stand_ins(index)
-        is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
-        given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
         cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
-        gives = list(map(mark_of, stand_ins)) if self.looks else stand_ins  # who keeps them?
-        scene.left_out.append((original, given, gives, (torch.is_grad_enabled(), cast)))
+        modes = torch.is_grad_enabled(), cast
+        scene.leave_out(original, (args, kwargs), stand_ins, modes)
         leaves = list(stand_ins)
         for j in range(len(leaves)):
             slot = plan.same.get((index, j), (index, j))
@@ -225,13 +213,11 @@ class ReplayRun:
         with torch._C.DisableTorchFunctionSubclass():
             key = (position, leaf.shape, leaf.stride())
         if key not in self._inputs:
-            if len(self._inputs) >= _MAX_INPUTS:
-                self._inputs.clear()
-                self.own.clear()
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
             self.own.append(self._inputs[key])
-        self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key]], (False, ())))
+        # Not looked into: what a loader's tensor reads is no part of the run.
+        self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key].mark], (False, ())))
         return self._inputs[key]
 
     def _stand_ins(self, index: int) -> list[Any]:
@@ -246,9 +232,6 @@ class ReplayRun:
                 leaves.append(leaf.at(index, j, self.scene))
             else:
                 leaves.append(leaf)
-        if not self.looks:  # a dry run looks who keeps them
-            self._leaves[index] = leaves
-            self.own += filter(mark_of, leaves)
         return leaves
 
 
@@ -310,19 +293,16 @@ def prefix(
     state = source.surroundings.but_modules(source.moving)
     state.put_back(copies=True)
     try:
-        with intercept(source.modules, capture):
+        with suppress(PrefixDone), intercept(source.modules, capture):
             quietly(forward, *args, **kwargs)
-    except PrefixDone:
-        pass
     finally:
         state.put_back()
     if generators is not None:
         generators.restore()  # the replay draws what the whole forward would
-    fresh = capture.rows()
-    if fresh is None:
+    if capture.rows is None:
         raise BoundaryError.never_called(source.boundary)
     source.returned()
-    return fresh
+    return capture.rows
 
 
 def replay(
@@ -349,8 +329,6 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-        for index in (i for i, step in enumerate(source.steps) if not step.run):
-            run._stand_ins(index)  # the first run may see some of them kept
     values, source.escaped = dict[Slot, Tensor](), None
     for name, slot, spec in run.cached:
         rows = stored[name].clone() if source.copies else stored[name]
@@ -391,7 +369,7 @@ def replay(
             source.replays.clear()  # its placeholders stay what they are now
     if run.scene.why is not None:
         return tree_map_only((Placeholder, Unavailable), _followed, output), None
-    return output, capture.rows() if capture is not None else None
+    return output, capture.rows if capture is not None else None
 
 
 def _followed(one: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.frozen import Named
-from egeria_cache.skip.serve.placeholder import factories, innermost_module
+from egeria_cache.skip.serve.placeholder import innermost_module, is_factory
 
 _ATEN = torch.ops.aten
 _OF_MODULES = "_parameters", "_buffers", "_modules"
@@ -51,14 +51,15 @@ class PrefixTrace(TorchDispatchMode):
         self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By id: what was made of trained tensors alone, or is detached, which keeps it, and of
         which."""
-        self._step = -1
+        self.at = -1
+        """The step that runs; -1 is code between the steps."""
         self.read: dict[int, set[int]] = {}
-        """Id of each tensor read -> the steps that read it; -1 is code between the steps."""
+        """Id of each tensor read -> the steps that read it."""
         self.undifferentiated: dict[int, set[int]] = {}
         """The same for tensors that are trained, where autograd does not follow what is read: they
         are detached, compared, read into Python, or used under `no_grad`."""
-        self.draws: dict[int, tuple[str, str | None]] = {}
-        """Step that draws random numbers -> by which operator, and whose code that is."""
+        self.draws: dict[int, str] = {}
+        """Step that draws random numbers -> what is to be said of that."""
         self.operators: dict[str, Any] = {}
         """Those of the user's own, by name."""
         self.dtypes = set[torch.dtype]()
@@ -67,23 +68,6 @@ class PrefixTrace(TorchDispatchMode):
         """Whether values were read into Python, where they may decide what runs."""
         self.until: dict[CodeType, int] = {}
         """Offset of the call, in code around the boundary that ran once, that this returns from."""
-
-    @contextmanager
-    def step(self, index: int) -> Iterator[None]:
-        """Attribute what happens inside the block to step `index`."""
-        before, self._step = self._step, index
-        try:
-            yield
-        finally:
-            self._step = before
-
-    def describe_draws(self, step: int) -> str:
-        """Say which module's code draws, for an error message."""
-        func, module = self.draws[step]
-        return (
-            f"the code of {module or 'the model'!r} draws random numbers ({func}) before the "
-            "boundary; keep that module in inference mode, or set its dropout or noise to zero"
-        )
 
     def _sources(self, tensor: Tensor) -> list[Tensor]:
         """Return the trained tensors that a tensor was made of, and nothing else."""
@@ -99,9 +83,9 @@ class PrefixTrace(TorchDispatchMode):
             for named, lies in found:
                 if len(found) > 1 and (taken.stop <= lies.start or lies.stop <= taken.start):
                     continue  # another one of the same storage: parameters that are made flat
-                self.read.setdefault(id(named[2]), set()).add(self._step)
+                self.read.setdefault(id(named[2]), set()).add(self.at)
                 if named[2].requires_grad and not is_followed:
-                    self.undifferentiated.setdefault(id(named[2]), set()).add(self._step)
+                    self.undifferentiated.setdefault(id(named[2]), set()).add(self.at)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -111,7 +95,7 @@ class PrefixTrace(TorchDispatchMode):
 
     def _is_followed(self, func: Any, tensor: Tensor, made: Sequence[Tensor]) -> bool:
         """Whether autograd knows what an operator has made of a trained tensor."""
-        if func is _ATEN.detach.default or func in factories():
+        if func is _ATEN.detach.default or is_factory(func):
             return True  # who reads what is detached is seen: autograd does so itself
         if not tensor.requires_grad or (self._grad and not torch.is_grad_enabled()):
             return False
@@ -142,7 +126,12 @@ class PrefixTrace(TorchDispatchMode):
         for tensor in given:
             self.note(tensor, is_followed=self._is_followed(func, tensor, made))
         if before is not None and not RandomState.now().equals(before):
-            self.draws.setdefault(self._step, (str(func), innermost_module(self._names)))
+            module = innermost_module(self._names) or "the model"
+            told = (
+                f"the code of {module!r} draws random numbers ({func}) before the boundary; keep "
+                "that module in inference mode, or set its dropout or noise to zero"
+            )
+            self.draws.setdefault(self.at, told)
         if sources and all(sources):
             self._made |= {id(one): (one, [*chain(*sources)]) for one in made}
         return result
