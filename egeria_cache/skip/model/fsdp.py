@@ -120,36 +120,28 @@ def is_fsdps(hook: Any) -> bool:
     return str(home).startswith(_HOME)
 
 
+@dataclass(frozen=True)
 class Cast:
     """What FSDP's mixed precision does to a unit's arguments or to its output, as a hook."""
 
-    def __init__(self, dtype: torch.dtype, *, is_input: bool) -> None:
-        self.dtype, self.is_input = dtype, is_input
+    dtype: torch.dtype
+    is_input: bool
 
     def __call__(self, module: nn.Module, args: Any, given: Any) -> Any:
         """Stand before a forward, `given` named arguments, or behind it, `given` its output."""
-        return tree_map_only(Tensor, self._cast, (args, given) if self.is_input else given)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def register(self, module: nn.Module) -> None:
-        """Stand there."""
-        if self.is_input:
-            module.register_forward_pre_hook(self, with_kwargs=True)
-        else:
-            module.register_forward_hook(self)
+        return tree_map_only(Tensor, cast, (args, given) if self.is_input else given)
 
 
 def cast_hooks(state: Any) -> list[Cast]:
     """Return hooks that cast as a unit's own do; none without mixed precision."""
     policy = state._mp_policy
-    hooks = []
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        hooks.append(Cast(policy.param_dtype, is_input=True))
-    if policy.output_dtype is not None:
-        hooks.append(Cast(policy.output_dtype, is_input=False))
-    return hooks
+    given = policy.param_dtype if policy.cast_forward_inputs else None
+    pairs = ((given, True), (policy.output_dtype, False))
+    return [Cast(dtype, is_input) for dtype, is_input in pairs if dtype is not None]
 
 
 def casts_of(modules: Iterable[nn.Module]) -> list[Cast]:
@@ -178,25 +170,21 @@ def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     }
     made: dict[int, nn.Parameter] = {}
     for real, copy in pairs:
-        _strip_hooks(copy)
+        hooks = {**copy._forward_pre_hooks, **copy._forward_hooks}
+        for slot in _HOOKS:  # FSDP's own are left out
+            kept = ((k, one) for k, one in vars(copy)[slot].items() if not is_fsdps(hooks[k]))
+            vars(copy)[slot] = type(vars(copy)[slot])(kept)
         for cast in casts_of([real]):
-            cast.register(copy)
+            if cast.is_input:
+                copy.register_forward_pre_hook(cast, with_kwargs=True)
+            else:
+                copy.register_forward_hook(cast)
         own: dict[str, Any] = copy._parameters
         for key, parameter in own.items():
             if is_sharded(parameter):
                 if id(parameter) not in made:
                     made[id(parameter)] = _made_up(parameter, known[id(parameter)])
                 own[key] = made[id(parameter)]
-
-
-def _strip_hooks(module: nn.Module) -> None:
-    """Leave FSDP's hooks out of a copy."""
-    own = vars(module)
-    hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())
-    theirs = {key for key, hook in hooks if is_fsdps(hook)}
-    for slot in _HOOKS:
-        kept = ((key, value) for key, value in own[slot].items() if key not in theirs)
-        own[slot] = type(own[slot])(kept)
 
 
 def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
@@ -372,19 +360,15 @@ class ShardedFront:
     def _disagreement(self, parameters: list[Any]) -> str | None:
         """Return why not, on all ranks if on one: they must ask for the same collectives."""
         names = {id(p): name for name, p in self._model.named_parameters()}
-        total = xxhash.xxh3_64()
-        for one in parameters:
-            total.update(names.get(id(one.sharded_param), "?").encode() + b";")
-        print_ = total.intdigest() >> 2
+        named = ";".join(names.get(id(one.sharded_param), "?") for one in parameters).encode()
+        print_ = xxhash.xxh3_64_intdigest(named) >> 2
         state = next(iter(states_in(self._model)))
         ours = torch.tensor([print_, -print_, self.why_not is not None], device=state._device)
         dist.all_reduce(ours, dist.ReduceOp.MAX)
         high, low, failed = ours.tolist()
         if failed:
             return self.why_not or "another rank could not tell what lies before the boundary"
-        if high != -low:
-            return "the ranks do not agree on what lies before the boundary"
-        return None
+        return None if high == -low else "the ranks do not agree on what lies before the boundary"
 
     def _take(self, state: Any, held: set[int]) -> None:
         """Take held parameters out of a unit's collectives."""
@@ -417,9 +401,8 @@ class ShardedFront:
         self._num_calls += 1
         is_due = mode != self._mode or self._num_calls % _LOOK_EVERY == 0
         self._mode = mode
-        if self._state() != self._seen:
-            return True
-        return is_due and not torch.equal(self._some(), self._seen_values)
+        is_odd = self._state() != self._seen
+        return is_odd or (is_due and not torch.equal(self._some(), self._seen_values))
 
     def _state(self) -> list[tuple[int, int, int]]:
         tensors = [(_sharded(one), _sharded(one)._local_tensor) for one in self._held]
