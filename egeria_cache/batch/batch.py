@@ -45,7 +45,7 @@ _MAX_DEPTH = 8
 class Structure:
     """How to build a batch from its leaves."""
 
-    rebuild: Callable[[Mapping[str, Leaf]], Any]
+    rebuild: Callable[[Mapping[str, Leaf]], Any] = field(compare=False)
     """Leaves by path -> a batch of the original types."""
     paths: tuple[str, ...]
     """Paths of all leaves, in order; the empty path is a batch that is itself one leaf."""

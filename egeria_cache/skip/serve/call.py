@@ -49,10 +49,8 @@ class Layout:
     """Where each leaf stands. Compared by structure."""
 
     spec: pytree.TreeSpec
-    opened: tuple[tuple[int, type, tuple[str, ...]], ...]
-    """(which leaf of the tree, its type, the paths inside it)."""
-    structures: tuple[Structure, ...] = field(compare=False)
-    """How to build what was opened."""
+    opened: tuple[tuple[int, type, Structure], ...] = ()
+    """(which leaf of the tree, its type, how it is built)."""
     is_flat: bool = field(compare=False, default=False)
     """Whether it is of positional arguments alone, none of which was looked into."""
 
@@ -63,21 +61,20 @@ class Layout:
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""
         outer, rest = list[Any](), iter(leaves)
-        opened = {at: one for (at, *_), one in zip(self.opened, self.structures, strict=True)}
+        opened = {at: one for at, _, one in self.opened}
         for at in range(self.spec.num_leaves):
             if (structure := opened.get(at)) is None:
                 outer.append(next(rest))
             else:
                 outer.append(structure.rebuild({path: next(rest) for path in structure.paths}))
-        built = pytree.tree_unflatten(outer, self.spec)
-        args, kwargs = (own_containers(*pair) for pair in zip(given, built, strict=True))
-        return args, kwargs
+        built: tuple[Any, Any] = own_containers(given, pytree.tree_unflatten(outer, self.spec))
+        return built
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
         outer = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
         names = {"[0]": "args", "[1]": "kwargs"}
-        inside = {at: paths for at, _, paths in self.opened}
+        inside = {at: one.paths for at, _, one in self.opened}
         found = []
         for path, at in pytree.tree_flatten_with_path(outer)[0]:
             text = pytree.keystr(path)
@@ -94,7 +91,7 @@ def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
     skipped modules may have filled them.
     """
     outer, spec = pytree.tree_flatten(tree)
-    leaves, opened, structures = list[Any](), [], []
+    leaves, opened = list[Any](), []
     for at, leaf in enumerate(outer):
         is_open = not isinstance(leaf, (Tensor, type, *PLAIN))
         if is_result:
@@ -102,18 +99,17 @@ def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
         structure, inner = flatten(leaf, -1) if is_open else (None, {"": leaf})
         values = inner.values()
         if structure and (is_result or any(isinstance(one, BatchTensor) for one in values)):
-            opened.append((at, type(leaf), structure.paths))
-            structures.append(structure)
+            opened.append((at, type(leaf), structure))
             leaves += values
         else:
             leaves.append(leaf)
-    return leaves, Layout(spec, tuple(opened), tuple(structures))
+    return leaves, Layout(spec, tuple(opened))
 
 
 @functools.cache
 def _flat(count: int) -> Layout:
     """Return the layout of so many positional arguments that are one leaf each."""
-    return Layout(pytree.tree_flatten(((None,) * count, {}))[1], (), (), is_flat=True)
+    return Layout(pytree.tree_flatten(((None,) * count, {}))[1], is_flat=True)
 
 
 @dataclass(frozen=True, slots=True)

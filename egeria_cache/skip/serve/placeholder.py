@@ -159,7 +159,10 @@ class Scene:
         modes: _Modes = _PLAIN,
     ) -> None:
         """Remember a call that is not made, and the leaves of what it would give."""
-        self.left_out.append((function, self.marked(given), list(map(mark_of, leaves)), modes))
+        args, kwargs = given
+        is_one = len(args) == 1 and not kwargs and type(args[0]) is Placeholder
+        marked = ((args[0].mark,), {}) if is_one else self.marked(given)
+        self.left_out.append((function, marked, list(map(mark_of, leaves)), modes))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.

@@ -353,7 +353,10 @@ def replay(
         if source.opaque_outputs and run.scene.why is None:
             output = _hide(call, output, source.opaque_outputs)
         # Somebody may hold a placeholder that nobody held before.
-        if run.scene.why is None and (kept := run.scene.kept(run.own, held)):
+        is_suspect = list(map(sys.getrefcount, run.own)) != held
+        for made in run.scene.made:
+            is_suspect |= made() is not None
+        if run.scene.why is None and is_suspect and (kept := run.scene.kept(run.own, held)):
             what = "what the call leaves (its output, its backward, an attribute)"
             if not run.scene.settle(escape := Escape.at(kept, what)):
                 raise escape
