@@ -288,8 +288,10 @@ class AbsentTensor(BatchTensor):
 
     def holds(self) -> bool:
         """Whether that is so, wherever the rows stand."""
-        if self._alias is not None and not _holds(self._alias[0], self._alias[2]):
-            return False
+        if self._alias is not None:  # nothing was done to the other since
+            other, _, chain = self._alias
+            if not (isinstance(other, BatchTensor) and other.chain is chain and other.holds()):
+                return False
         data = self._misses if self._full is None else self._full
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             return data is None or self._vouched.holds(data)
@@ -387,11 +389,6 @@ class AbsentTensor(BatchTensor):
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
-
-
-def _holds(tensor: Tensor, chain: tuple[Op, ...]) -> bool:
-    """Whether nothing was done to a tensor since a view of it was made."""
-    return isinstance(tensor, BatchTensor) and tensor.chain is chain and tensor.holds()
 
 
 def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -126,7 +126,10 @@ class Pass:
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
-            if self._loads_here and not self._planner.planned and self._is_unfrozen():
+            is_plain = self._cache is None or self._cache.is_plain(self._source.key)
+            # A profile is to show DataLoader's own events.
+            is_here = self._loads_here and not torch.autograd._profiler_enabled()
+            if is_plain and is_here and not self._planner.planned:
                 return self._load_at_once()
             with outside_inference_mode():
                 return self._next()
@@ -198,11 +201,6 @@ class Pass:
         if task.indices is None:
             return Loaded(task.number, None, frozenset())
         return self._source.load_planned(task)
-
-    def _is_unfrozen(self) -> bool:
-        is_plain = self._cache is None or self._cache.is_plain(self._source.key)
-        # A profile is to show DataLoader's own events.
-        return is_plain and not torch.autograd._profiler_enabled()
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.

@@ -254,7 +254,13 @@ class ResumableLoader(DataLoader[T_co]):
         now = replace(progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers)
         if progress.finished or progress.start is None:
             now.sampler = state_of(self._stateful)
-        now.dataset = self._dataset_state(progress.finished)
+        fetcher = None if self._drawn_from is None else self._drawn_from._dataset_fetcher
+        iterator = getattr(fetcher, "dataset_iter", None)
+        now.dataset = None
+        if is_stateful(iterator):
+            now.dataset = None if progress.finished else {"iterator": state_of(iterator)}
+        elif iterator is not None and is_stateful(self.dataset):
+            now.dataset = {"dataset": state_of(self.dataset)}
         return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -381,15 +387,6 @@ class ResumableLoader(DataLoader[T_co]):
         progress.now = None
         self._drawn_from = iterator if self.num_workers == 0 else None
         return CountingIterator(iterator, progress)
-
-    def _dataset_state(self, finished: bool) -> dict[str, Any] | None:
-        fetcher = None if self._drawn_from is None else self._drawn_from._dataset_fetcher
-        iterator = getattr(fetcher, "dataset_iter", None)
-        if iterator is None:
-            return None
-        if is_stateful(iterator):
-            return None if finished else {"iterator": state_of(iterator)}
-        return {"dataset": state_of(self.dataset)} if is_stateful(self.dataset) else None
 
     @property
     def _stateful(self) -> Any:
