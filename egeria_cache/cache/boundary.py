@@ -37,10 +37,14 @@ class BoundaryMoved:
 
 @dataclass(slots=True)
 class Status:
-    """The state of one cache."""
+    """The state of one cache, which moves its engine's boundary: by the user, by a freeze
+    controller, by the gate.
+    """
 
     policy: ServingPolicy
     """Whether serving pays, and whether a proof would."""
+    engine: SkipEngine = field(init=False)
+    """The model's, once it is made."""
     views: Views = field(default_factory=Views)
     """What may be read."""
     counters: Counters = field(default_factory=Counters)
@@ -86,19 +90,6 @@ class Status:
             or self.is_forked
         )
 
-
-def shown_name(loader_key: str) -> str:
-    """Return the name that the user gave a loader (`LoaderSource.key` tells it from others)."""
-    return loader_key.rpartition("#")[0]
-
-
-class Boundary:
-    """Moves the boundary of one engine: by the user, by a freeze controller, by the gate."""
-
-    def __init__(self, engine: SkipEngine, status: Status) -> None:
-        self.engine = engine
-        self._status = status
-
     def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         """Freeze up to and including this module; None unfreezes all; "auto": up to the deepest
         before which nothing trains, now and later.
@@ -106,14 +97,13 @@ class Boundary:
         Raises:
             BoundaryError: No module has this name, or one of its parameters is trainable.
         """
-        self._status.is_sought = name == "auto"
+        self.is_sought = name == "auto"
         self.engine.follow(self._found if name == "auto" else None)
         if name != "auto":
             self._move(name, by_hand=by_hand, reason=reason)
 
     def _found(self, name: str | None, why: str, frozen: str | None = None) -> None:
-        status = self._status
-        status.is_sought = False
+        self.is_sought = False
         self._move(name, by_hand=False, reason="what trains has been looked at", frozen=frozen)
         if name is None:
             why = why or (
@@ -121,42 +111,46 @@ class Boundary:
                 "front with requires_grad_(False), and it is cached from then on"
             )
             # Said once where nothing ever was: later it is what the training wanted.
-            level = logging.INFO if status.num_moves else logging.WARNING
-            status.counters.tell(why, level=level)
+            level = logging.INFO if self.num_moves else logging.WARNING
+            self.counters.tell(why, level=level)
 
     def _move(
         self, name: str | None, *, by_hand: bool, reason: str, frozen: str | None = None
     ) -> None:
-        status = self._status
         if name is not None:  # as the model itself names the module
             name = module_named(self.engine.model, name)
             for parameter, value in self.engine.model.get_submodule(name).named_parameters():
                 if value.requires_grad:
                     raise BoundaryError.trainable(name, f"{name}.{parameter}")
-        if name == status.boundary:
+        if name == self.boundary:
             return
-        previous, status.boundary, status.set_by_hand = status.boundary, name, by_hand
-        status.num_moves += 1
-        status.is_proved = False
-        status.told.discard(("the prefix changed",))
-        status.counters.counts.why_not = next(iter(status.uncached.values()), None)
-        status.policy.moved()
+        previous, self.boundary, self.set_by_hand = self.boundary, name, by_hand
+        self.num_moves += 1
+        self.is_proved = False
+        self.told.discard(("the prefix changed",))
+        self.counters.counts.why_not = next(iter(self.uncached.values()), None)
+        self.policy.moved()
         if name is None:
-            status.views.void(lambda view: True, unlink=not by_hand)
+            self.views.void(lambda view: True, unlink=not by_hand)
         self.engine.set_boundary(name, frozen=frozen)
         self._void_unknown()
         log.info("boundary moved from %s to %s: %s", previous, name, reason)
 
     def look_earlier(self, cut: Cut) -> None:
         """Cut before the last frozen module, if that is found to be better."""
-        policy = self._status.policy
+        policy = self.policy
         if cut.boundary != self.engine.frozen or not (where := policy.look_earlier(cut.profile)):
             return
         log.info("the model is %s", policy.earlier)
         self.engine.set_boundary(where, frozen=self.engine.frozen)
-        self._status.num_moves += 1
+        self.num_moves += 1
         self._void_unknown()
 
     def _void_unknown(self) -> None:
         """Void the views of cuts that lie beyond the boundary now."""
-        self._status.views.void(lambda view: not self.engine.knows(view.cut), unlink=False)
+        self.views.void(lambda view: not self.engine.knows(view.cut), unlink=False)
+
+
+def shown_name(loader_key: str) -> str:
+    """Return the name that the user gave a loader (`LoaderSource.key` tells it from others)."""
+    return loader_key.rpartition("#")[0]

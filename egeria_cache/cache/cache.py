@@ -18,7 +18,7 @@ from egeria_cache import arguments
 from egeria_cache.arguments import Codec, Gate, Padding
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.batch import forget_trials
-from egeria_cache.cache.boundary import Boundary, BoundaryMoved, Status
+from egeria_cache.cache.boundary import BoundaryMoved, Status
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.cache.loader_api import LoaderApi
 from egeria_cache.device import device_of, runs_late
@@ -30,7 +30,7 @@ from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
-_PARTS = frozenset(("api", "_status", "_store", "_readers", "_engine", "_moves"))
+_PARTS = frozenset(("api", "_status", "_store", "_readers", "_engine"))
 """What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
 _ATTACHED = weakref.WeakKeyDictionary()
@@ -143,9 +143,9 @@ class ActivationCache:
             model, host,
             padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
-        self._moves = Boundary(self._engine, status)
+        status.engine = self._engine
         self.api = LoaderApi(
-            status, self._moves, host, self._readers, self.directory,
+            status, host, self._readers, self.directory,
             ring_batches=settings["ring_batches"], stats=self.stats,
             gather=self._store.writer.gather,
         )  # fmt: skip
@@ -179,7 +179,7 @@ class ActivationCache:
         return loader
 
     def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:
-        self._moves.move(boundary, by_hand=by_hand, reason=reason)
+        self._status.move(boundary, by_hand=by_hand, reason=reason)
         self._asked = boundary, by_hand
 
     def reopen(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.cache.boundary import Boundary, Status, shown_name
+from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
@@ -52,7 +52,6 @@ class LoaderApi:
     def __init__(
         self,
         status: Status,
-        boundary: Boundary,
         host: EngineCallbacks,
         readers: ReaderThreads,
         directory: Path,
@@ -69,7 +68,7 @@ class LoaderApi:
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
         self._status = status
-        self._boundary, self.engine = boundary, boundary.engine
+        self.engine = status.engine
         self._host = host
         self.policy = status.policy
         with contextlib.suppress(OSError, StoreError):
@@ -249,7 +248,7 @@ class LoaderApi:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)
             status.views.void(lambda view: view.loader_name == loader_name, unlink=False)
         elif policy.seeks_cut and kind != "served" and view is not None:
-            self._boundary.look_earlier(view.cut)
+            status.look_earlier(view.cut)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO; a warning if the
