@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,10 +131,7 @@ class ActivationCache:
             force_network=settings["force_network"],
         )  # fmt: skip
         overlap = 0.95 if runs_late(device_of(model)) else 0.5
-        policy = ServingPolicy(
-            settings["gate"], overlap, is_stored=self._store.was_used,
-            writing_s=partial(getattr, self._store.writer, "work_s"),
-        )  # fmt: skip
+        policy = ServingPolicy(settings["gate"], overlap, is_stored=self._store.was_used)
         self._status = status = Status(policy)
         self._readers = ReaderThreads()
         host = EngineCallbacks(model, self._store, status, settings["audit_rate"])
@@ -145,10 +141,8 @@ class ActivationCache:
         )  # fmt: skip
         status.engine = self._engine
         self.api = LoaderApi(
-            status, host, self._readers, self.directory,
-            ring_batches=settings["ring_batches"], stats=self.stats,
-            gather=self._store.writer.gather,
-        )  # fmt: skip
+            status, host, self._store, self._readers, settings["ring_batches"], self.stats
+        )
         """What its loaders ask; no part of what a user needs."""
         forget_trials()
         self._engine.attach()
@@ -230,7 +224,7 @@ class ActivationCache:
         return replace(
             counts,
             **{name: getattr(on_disk, name) for name in _ON_DISK},
-            saved_s=status.policy.saved_s,
+            saved_s=status.policy.saved_s(self._store.writer.work_s),
             proof_s=status.policy.proof_s,
             gate=status.policy.sentence(status.boundary),
         )

@@ -21,7 +21,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.gate import CacheStats, Kind
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
 from egeria_cache.samples import Clock, LoaderSource
-from egeria_cache.store import ROOT_FORMAT, read_json, write_json
+from egeria_cache.store import ROOT_FORMAT, ActivationStore, read_json, write_json
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
@@ -53,18 +53,16 @@ class LoaderApi:
         self,
         status: Status,
         host: EngineCallbacks,
+        store: ActivationStore,
         readers: ReaderThreads,
-        directory: Path,
-        *,
         ring_batches: int,
         stats: Callable[[], CacheStats],
-        gather: Callable[[bool], None],
     ) -> None:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
         self._num_calls, self._num_unseen = 0, 0
         """Calls of the model by the end of the last pass, and passes since without one."""
-        self._directory = directory
+        self._directory = directory = store.directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
         self._status = status
@@ -82,7 +80,7 @@ class LoaderApi:
         """The generations a loader's samples may be read from now, deepest boundary first."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.leave_uncached = host.leave_uncached
-        self.gather = gather
+        self.gather = store.writer.gather
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.uncached = status.uncached
         """Loaders whose samples cannot be cached, and why."""

@@ -25,7 +25,7 @@ import os
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 from typing import Literal
 
@@ -273,17 +273,9 @@ class ServingPolicy:
         overlap: Part of reading that costs the training thread nothing. On the CPU the readers
             take cores (and the interpreter) from what is computed.
         is_stored: Whether an earlier run has left something.
-        writing_s: Tells how long the writer has worked.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        overlap: float,
-        *,
-        is_stored: bool = False,
-        writing_s: Callable[[], float] = lambda: math.inf,
-    ) -> None:
+    def __init__(self, mode: str, overlap: float, *, is_stored: bool = False) -> None:
         self.num_epochs = dict[str, int]()
         """How many the last run had, by a loader's name and its number of batches."""
         self.mode = mode
@@ -303,7 +295,7 @@ class ServingPolicy:
         self.unnoted_s = 0.0
         """Taken by the cache in a step that has not ended, beside loading or computing a batch."""
         self._may_postpone = mode == "auto" and os.environ.get("EGERIA_POSTPONE") != "0"
-        self._overlap, self._is_stored, self._writing_s = overlap, is_stored, writing_s
+        self._overlap, self._is_stored = overlap, is_stored
         self.earlier: str | None = None
         """Where the model is cut before that, and why, if it is."""
         self.timers = defaultdict[tuple[str, str], StepTimer](StepTimer)
@@ -400,14 +392,13 @@ class ServingPolicy:
         said = [f"{name!r} {what}" if len(named) > 1 else what for name, what in named.items()]
         return "; ".join([*said, self.earlier] if self.earlier else said)
 
-    @property
-    def saved_s(self) -> float:
+    def saved_s(self, writing_s: float) -> float:
         """Training time saved so far, net of all that the cache took; negative if lost.
 
         Storing slows steps by no more than the writer works: they were slower for other reasons.
         """
         timers = self.timers.values()
-        not_stored_s = max(0.0, sum(timer.stored_s for timer in timers) - self._writing_s())
+        not_stored_s = max(0.0, sum(timer.stored_s for timer in timers) - writing_s)
         return sum(timer.saved_s for timer in timers) + not_stored_s - self.beside_s
 
 

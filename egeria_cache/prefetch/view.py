@@ -187,10 +187,7 @@ class Views:
 
 
 def record(
-    cut: Cut,
-    activations: Mapping[str, Tensor],
-    kept: Mapping[str, Rows],
-    lengths: Lengths | None,
+    cut: Cut, activations: Mapping[str, Tensor], kept: Mapping[str, Rows], lengths: Lengths | None
 ) -> dict[str, Any]:
     """Name a batch of rows as they are stored: without padding, where there is some."""
     if lengths is None:
