@@ -15,6 +15,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -333,10 +334,8 @@ class Copier:
         if own is not None:
             object.__getattribute__(new, "__dict__").update(self._each(own))
         for name in slots:
-            try:
+            with suppress(AttributeError):  # not set
                 object.__setattr__(new, name, self(object.__getattribute__(value, name)))
-            except AttributeError:  # not set
-                continue
         return new
 
 

@@ -33,8 +33,7 @@ from torch.utils.data import Dataset
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import LIBRARIES, is_installed, kind_name
-from egeria_cache.pystate import objects, places
-from egeria_cache.pystate import prints as content
+from egeria_cache.pystate import content, objects, places
 from egeria_cache.pystate.bytecode import code_text, names_in, texts_in
 from egeria_cache.pystate.content import digest
 from egeria_cache.pystate.objects import ATOMS, MEMORY, Reach, is_installed_code, own_attributes

@@ -277,10 +277,8 @@ def own_slots(value: Any) -> dict[str, Any]:
         return {}
     held = {}
     for name in slot_names(type(value)):
-        try:
+        with contextlib.suppress(AttributeError):  # not set
             held[name] = object.__getattribute__(value, name)
-        except AttributeError:  # not set
-            continue
     return held
 
 

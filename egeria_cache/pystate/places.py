@@ -30,7 +30,6 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.device import random_states, seed_everywhere, set_random_states
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.objects import ATOMS, MEMORY, SINGLES
-from egeria_cache.pystate.prints import tensor_print
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
@@ -247,10 +246,11 @@ class Sketch(Place):
     def read(self, where: Any) -> tuple[Any, list[Any]] | None:
         """Return what is compared by value, and things by identity; None if nobody can tell."""
         with Attempt(), torch._C.DisableTorchFunctionSubclass():
+            if isinstance(where, Tensor) and where.is_inference():  # it has no version
+                where = where.cpu().reshape(-1).view(torch.uint8).numpy()
             if isinstance(where, Tensor):
-                seen = tensor_print(where, 0) if where.is_inference() else where._version
                 place = where.data_ptr() if where.layout == torch.strided else 0
-                return (seen, place, where.shape), []
+                return (where._version, place, where.shape), []
             if isinstance(where, (np.ndarray, *BUFFERS, *MEMORY)):
                 array = where if isinstance(where, np.ndarray) else bytes_in(where)
                 some = array.flat[:: array.size // NUM_SEEN if array.nbytes > SMALL_BYTES else 1]

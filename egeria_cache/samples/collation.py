@@ -13,7 +13,6 @@ each sample is collated alone as well, which shows where it stands and which lea
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from egeria_cache import batch
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_rows
 from egeria_cache.errors import EgeriaError
-from egeria_cache.pystate import tensor_print
+from egeria_cache.pystate import tensor_digest
 from egeria_cache.ragged import Dims, blank, inside
 from egeria_cache.samples.task import Loaded, Places, Task
 
@@ -36,7 +35,7 @@ def same_values(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return tensor_print(left, sys.maxsize) == tensor_print(right, sys.maxsize)
+        return tensor_digest(left) == tensor_digest(right)
     return type(left) is type(right) and bool(left == right)
 
 

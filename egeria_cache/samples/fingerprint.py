@@ -26,7 +26,7 @@ from egeria_cache import threads
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate import PLAIN, Portrait, array_print, is_below, plain_print, tensor_print
+from egeria_cache.pystate import Portrait, is_below, leaf_print
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
@@ -302,17 +302,6 @@ def sample_print(sample: Any) -> int | None:
     """Return what tells a sample from others; None if it holds something without bytes."""
     _, leaves = flatten(sample, -1)
     with suppress(TypeError):
-        prints = [(path, _leaf_print(leaf)) for path, leaf in leaves.items()]
+        prints = [(path, leaf_print(leaf)) for path, leaf in leaves.items()]
         return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
     return None
-
-
-def _leaf_print(leaf: Any) -> Any:
-    if type(leaf) in PLAIN:
-        return plain_print(leaf)
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-        return tensor_print(leaf)
-    array = np.asarray(leaf)
-    if array.dtype.hasobject:
-        raise TypeError(f"{type(leaf).__name__} has no bytes to compare")
-    return array_print(array)

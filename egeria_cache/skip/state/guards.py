@@ -13,6 +13,7 @@ from __future__ import annotations
 import marshal
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import attrgetter, contains, itemgetter, methodcaller
 from typing import Any
@@ -56,7 +57,7 @@ class PrefixGuard:
         *,
         by_content: bool = False,
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code
+        self._given = list(tensors), list(modules), list(around), code or Code()
         self.state = StateWatch(*self._given[1:])
         self._tensors = list(self._given[0])
         self._tensors += [(name, None, tensor) for name, tensor in self.state.layout.tensors]
@@ -164,32 +165,27 @@ alone that reads it: schedules go through all of a model.
 _get, _call = itemgetter.__call__, methodcaller("__call__")
 
 
+@dataclass
 class StateWatch:
-    """Remembers the Python state around a prefix as it is now, and says what changed.
+    """Remembers the Python state around a prefix as it is now, and says what changed."""
 
-    Args:
-        modules: (name, module) of the skipped modules: everything about them is watched.
-        around: (name, module, names): of code that surrounds the boundary only what was seen to be
-            read before it returned, be it an attribute, a child, or of the class.
-        code: The functions that they run.
-    """
+    modules: watch.Modules
+    """The skipped modules: everything about them is watched."""
+    around: watch.Around
+    """Of code that surrounds the boundary only what was seen to be read before it returned, be it
+    an attribute, a child, or of the class."""
+    code: Code
+    """The functions that they run."""
+    rebound: bool = False
+    """Whether objects were replaced by equal ones since this was last set to False."""
 
-    def __init__(
-        self,
-        modules: Iterable[tuple[str, nn.Module]],
-        around: Iterable[tuple[str, nn.Module, Iterable[str]]] = (),
-        code: Code | None = None,
-    ) -> None:
-        self._modules, self._around = list(modules), list(around)
-        self._code = code or Code()
-        self.rebound = False
-        """Whether objects were replaced by equal ones since this was last set to False."""
+    def __post_init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
         """Take the present state as the one to keep."""
-        layout = Layout(self._modules, self._around, self._code)
-        self.layout, modules = layout, [module for _, module in self._modules]
+        layout = Layout(self.modules, self.around, self.code)
+        self.layout, modules = layout, [module for _, module in self.modules]
         self.has_hooks = bool(watch.hooks_of(modules))
         # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
         self._held = [list(values_of(container)) for _, container in layout.live]
@@ -199,7 +195,7 @@ class StateWatch:
         full = [container for _, container in layout.live if container]
         full.sort(key=lambda container: id(container) not in layers)
         settings = chain.from_iterable(each for each in full if id(each) in layers)
-        loose = [False, *(key not in self._code.names for key in settings)]
+        loose = [False, *(key not in self.code.names for key in settings)]
         self._iterables = [part for each in full for part in _apart(each)]
         self._seen = [look() for _, look in layout.looks]
         has_global = any(watch.GLOBAL_HOOKS)
@@ -217,17 +213,17 @@ class StateWatch:
         self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
         # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
         self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
-        self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
+        self._classed = [module for _, module, *_ in (*self.modules, *self.around)]
         self._kinds = list(map(type, self._classed))
         self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
 
     def _moot(self) -> set[tuple[int, str]]:
         """Return what decides nothing: (id of a held module's attributes, key)."""
-        names = self._code.names
+        names = self.code.names
         return {
             (id(vars(module)), key)
-            for _, module in self._modules
-            if id(module) not in self._code.others
+            for _, module in self.modules
+            if id(module) not in self.code.others
             for key, kind in _MOOT.items()
             if kind is nn.Module or (_is_a(kind, module) and key not in names)
         }

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -40,15 +39,11 @@ class World:
 
     generators: RandomState
     outside: Snapshot
-    modules: frozenset[str] = field(default_factory=lambda: frozenset(sys.modules))
 
     def restore(self, *, for_a_copy: bool = False) -> None:
         """Make it the present one; iterators can only be as they were for a copy of the model."""
-        path = [*sys.path]
         self.outside.put_back(copies=for_a_copy)
         self.generators.restore()
-        if not all(map(pystate.is_library, sys.modules.keys() - self.modules)):
-            sys.path[:] = path  # a module that was imported may have added to it, once
 
 
 def _is_users(entry: Any) -> bool:
@@ -98,7 +93,7 @@ class Surroundings:
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        roots = [os.environ, sys.path, *self._shared, *self._roots()]
+        roots = [os.environ, *self._shared, *self._roots()]
         return World(RandomState.now(), self._snapshot(roots, self._places, MODELS))
 
     def but_modules(self, moving: Sequence[tuple[nn.Module, str]]) -> Snapshot:

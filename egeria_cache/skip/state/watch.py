@@ -40,6 +40,10 @@ _MAX_DEPTH = 12
 """Containers, and objects of the user's; others count for three."""
 TABLES = dict, MappingProxyType
 NOTHING = object()
+Modules = list[tuple[str, nn.Module]]
+"""(name, module)"""
+Around = list[tuple[str, nn.Module, Iterable[str]]]
+"""(name, module, names in it)"""
 _SLOTS = ("_parameters", "_buffers", "_modules")
 _BASES = attrgetter("__bases__")
 _BACKENDS = attrgetter("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "mkldnn.enabled")
@@ -67,12 +71,7 @@ class Layout:
     attribute apart. The arguments are those of `StateWatch`.
     """
 
-    def __init__(
-        self,
-        modules: list[tuple[str, nn.Module]],
-        around: list[tuple[str, nn.Module, Iterable[str]]],
-        code: Code,
-    ) -> None:
+    def __init__(self, modules: Modules, around: Around, code: Code) -> None:
         self._code, self._apart = code, code.unread
         self.live: list[tuple[str, Any]] = []
         """(what it is, a container that is compared by the values that it holds now)."""
