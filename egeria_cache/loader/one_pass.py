@@ -126,11 +126,11 @@ class Pass:
     def __next__(self) -> Any:
         """Plan, load the misses, yield: A to E of `docs/architecture.md`."""
         try:
-            is_plain = self._cache is None or self._cache.is_plain(self._source.key)
-            # A profile is to show DataLoader's own events.
-            is_here = self._loads_here and not torch.autograd._profiler_enabled()
-            if is_plain and is_here and not self._planner.planned:
-                return self._load_at_once()
+            if self._loads_here and not self._planner.planned:
+                is_plain = self._cache is None or self._cache.is_plain(self._source.key)
+                # A profile is to show DataLoader's own events.
+                if is_plain and not torch.autograd._profiler_enabled():
+                    return self._load_at_once()
             with outside_inference_mode():
                 return self._next()
         except StopIteration:
