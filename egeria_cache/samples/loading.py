@@ -91,7 +91,6 @@ class SampleLoader:
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
-        assert task.indices is not None
         if task.seed is None or not task.indices:
             return self._get(task.indices)
         transforms = list(_seedable(self.dataset))
@@ -131,7 +130,6 @@ class SampleLoader:
         return [self.dataset[index] for index in indices]
 
     def _load_seeded(self, task: Task, watched: Mapping[str, Any], transforms: list[Any]) -> Any:
-        assert task.indices is not None
         seeded = {name: g for name, g in GENERATORS.items() if name not in watched}
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:

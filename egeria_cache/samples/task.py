@@ -33,8 +33,8 @@ class Task(NamedTuple):
 
     number: int
     """The batch's number in the order of the epoch."""
-    indices: Sequence[Any] | None
-    """What the sampler drew, as the dataset's `__getitem__` takes it; None if nothing is needed."""
+    indices: Any
+    """What the sampler drew, a list, as `__getitem__` takes each; None if nothing is needed."""
     ids: Sequence[SampleId]
     draws: Sequence[int]
     """Which random draw of each sample this is (`draws.py`)."""
@@ -57,14 +57,12 @@ class Task(NamedTuple):
 
     def take(self, rows: np.ndarray) -> Task:
         """Return the task of loading the masked rows again: bool, shape (B,)."""
-        assert self.indices is not None
         return self.at(np.flatnonzero(rows).tolist())._replace(seeds_all=True)
 
     def behind(self, other: Task) -> Task:
         """Return the task of another's samples, and these behind them."""
-        assert self.indices is not None
         return self._replace(
-            indices=[*(other.indices or ()), *self.indices],
+            indices=[*other.indices, *self.indices],
             ids=[*other.ids, *self.ids],
             draws=[*other.draws, *self.draws],
         )
@@ -72,7 +70,7 @@ class Task(NamedTuple):
     def at(self, rows: Sequence[int]) -> Task:
         """Return the task of the samples at some positions."""
         return self._replace(
-            indices=None if self.indices is None else [self.indices[i] for i in rows],
+            indices=[self.indices[i] for i in rows],
             ids=[self.ids[i] for i in rows],
             draws=[self.draws[i] for i in rows],
         )
