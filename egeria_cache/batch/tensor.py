@@ -53,8 +53,6 @@ class BatchTensor(Tensor):
     raw: Raw
     """The leaf as it was given out."""
     _vouched: Vouched
-    _source: BatchTensor | None = None
-    """What it was detached from."""
 
     @staticmethod
     def wrap(data: Tensor, batch: Batch, leaf: str) -> BatchTensor:
@@ -168,11 +166,13 @@ class BatchTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
+            if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                # It asks whether what it has detached is of the same class as before.
+                args[0]._become_plain()
+                return func(*args)
             result: Any = NotImplemented
             with Attempt():  # an error of the operation's own comes again, below
                 result = _recorded(func, args, kwargs)
-            if func is Tensor.detach and isinstance(result, BatchTensor) and result is not args[0]:
-                result._source = args[0]
             if result is not NotImplemented:
                 return result
             leaf = next((f"the leaf {a.leaf!r}" for a in args if isinstance(a, BatchTensor)), "")
@@ -182,11 +182,6 @@ class BatchTensor(Tensor):
             name = name_of(func)
             writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
             if isinstance(first, BatchTensor) and writes:
-                source = first._source
-                # `Parameter` asks whether what it detached is of the same class as before.
-                is_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-                if func is Tensor.requires_grad_ and source is not None and is_parameter:
-                    source._become_plain()
                 first._become_plain()
             args, kwargs = unwrap(args), unwrap(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
