@@ -26,7 +26,6 @@ from egeria_core.reference import ActivationMeter
 from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
 from egeria_core.savings import MoveCost, Savings, Schedule
 from egeria_core.watch import (
-    BringsMeter,
     LayerMap,
     Meter,
     MovementMeter,
@@ -37,12 +36,12 @@ from egeria_core.watch import (
 
 log = logging.getLogger("egeria")
 
-METERS: dict[str, type[Meter]] = {
+METERS = {
     "nothing": Meter,
     "plasticity": ActivationMeter,
     "movement": MovementMeter,
 }
-"""By what a policy measures."""
+"""By what a policy measures; what measures in its own way makes its meter itself."""
 
 
 class FreezeController:
@@ -154,8 +153,7 @@ class FreezeController:
         self._tied: set[tuple[str, str]] = set()
         self._schedule: list[tuple[int, str | None]] = []
         self._losses = MeanLoss()
-        policy = self.policy
-        kind = policy if isinstance(policy, BringsMeter) else METERS[measure]
+        kind: Any = METERS.get(measure, self.policy)
         self.per_layer = kind.per_layer
         """Whether every rank measures its part of each layer; else one measures the front."""
         if not (self._ranks.measures or (self._ranks.is_sharded and self.per_layer)):

@@ -57,16 +57,10 @@ class Suggestion:
 
     def __str__(self) -> str:
         """Return a line per boundary, and a sentence."""
-        best = next((trial for trial in self.trials if trial.boundary == self.boundary), None)
-        told = f"freeze nothing from the start: every front costs more than {self.harm_budget:g}"
-        if best is not None:
-            told = (
-                f"freeze up to {self.boundary} from the start: it "
-                f"{'costs' if best.harm >= 0 else 'gains'} {abs(best.harm):.4f} where "
-                f"{self.harm_budget:g} are allowed"
-            )
         lines = as_text({trial.boundary: str(trial) for trial in self.trials})
-        return "\n".join(filter(None, [lines, f"{told} (asked in {self.seconds:.0f} s)"]))
+        what = "nothing" if self.boundary is None else f"up to {self.boundary}"
+        told = f"freeze {what} from the start, with a harm of at most {self.harm_budget:g}"
+        return f"{lines}\n{told} (asked in {self.seconds:.0f} s)".lstrip()
 
 
 def suggest_boundary(

@@ -1,7 +1,7 @@
 """Ways to freeze that others have published, as policies of the controller's: to compare with.
 
 Each is an object of `egeria_core.Policy`, and needs nothing else of the controller; those that
-measure bring a meter (`egeria_core.watch.BringsMeter`). METHODS.md has a card for each.
+measure bring a meter (`egeria_core.watch.Meter`). METHODS.md has a card for each.
 """
 
 from .autofreeze import AutoFreezePolicy

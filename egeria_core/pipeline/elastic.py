@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
-from egeria_core.pipeline.engine import Engine, check_torch, count_rows, route
+from egeria_core.pipeline.engine import Engine, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.transfer import Carrier, place
 from egeria_core.ranks import wire_of
@@ -189,20 +189,14 @@ class ElasticPipeline:
             )
         if self._engine is None:
             self._engine = Engine(
-                self.plan, self._blocks, self._loss_function, self.device, self.group, self.model
+                self.plan, self._blocks, self._loss_function, self.group, self.device, self.wire,
+                self.model,
             )  # fmt: skip
         rows: Any = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         if self.plan.front:
             rows = self.front(*tree_map_only(Tensor, lambda leaf: leaf.to(self.device), rows))
         rows, targets = self.front.plain(rows), self.front.plain(targets)
-        rows = rows if isinstance(rows, tuple) else (rows,)
-        counts, kind = count_rows(rows, targets, self.plan.frozen, self.group, self.wire)
-        to = (self.group, self.wire, self.device)
-        rows = route(rows, counts, 0, *to)
-        targets = route(targets, counts, self.plan.ranks - 1, *to)
-        mean = self._engine.step(kind, sum(counts), rows, targets, measure).to(self.wire)
-        dist.all_reduce(mean, group=self.group)
-        return mean.to(self.device)
+        return self._engine.step(rows if isinstance(rows, tuple) else (rows,), targets, measure)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all ranks' gradients so that their 2-norm together is at most `max_norm`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,90 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from egeria_cache import EgeriaError
 from egeria_core.pipeline.plan import PipelinePlan
-
-
-def count_rows(
-    inputs: Any, targets: Any, frozen: int, group: dist.ProcessGroup, wire: torch.device
-) -> tuple[list[int], int]:
-    """Ask every rank how many rows it brings.
-
-    Returns:
-        Rows of each rank, and a number for the structure, shapes and types of a row: the same on
-        all ranks.
-
-    Raises:
-        EgeriaError: They cannot be put into one batch, or the ranks have frozen differently.
-    """
-    kind, number = _kind((inputs, targets))
-    mine = torch.tensor([number, kind, frozen], dtype=torch.int64, device=wire)
-    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(table, mine, group=group)
-    ranks: list[list[int]] = torch.stack(table).tolist()
-    for what, column in (("rows of another shape, type or structure", 1), ("frozen blocks", 2)):
-        values = [row[column] for row in ranks]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise EgeriaError(
-                f"rank {other} differs from rank 0 in its {what}; all ranks must bring rows that "
-                "fit into one batch (pad them to one length), at the same step"
-            )
-    rows = [row[0] for row in ranks]
-    if -1 in rows:
-        raise EgeriaError(
-            f"rank {rows.index(-1)} brings inputs and targets of different numbers of rows, or "
-            "something other than tensors"
-        )
-    if not sum(rows):
-        raise EgeriaError("no rank brings any rows")
-    return rows, ranks[0][1]
-
-
-def route(
-    tree: Any,
-    counts: Sequence[int],
-    to: int,
-    group: dist.ProcessGroup,
-    wire: torch.device,
-    device: torch.device,
-) -> Any:
-    """Send all rows to one rank; return them there, and none elsewhere.
-
-    Args:
-        tree: Tensors, shape (rows of this rank, ...).
-        counts: Rows of each rank.
-        to: The rank that takes them.
-        group: All ranks of the pipeline.
-        wire: Where the group's messages lie.
-        device: Where the result is wanted.
-    """
-    rank = dist.get_rank(group)
-    sent = [counts[rank] if other == to else 0 for other in range(len(counts))]
-    received = list(counts) if rank == to else [0] * len(counts)
-    leaves, spec = tree_flatten(tree)
-    found = []
-    for leaf in leaves:
-        # As bytes: not every backend knows every type.
-        width = math.prod(leaf.shape[1:])
-        rows = leaf.detach().to(wire).reshape(len(leaf), width).contiguous().view(torch.uint8)
-        taken = torch.empty(sum(received), rows.shape[1], dtype=torch.uint8, device=wire)
-        dist.all_to_all_single(taken, rows, received, sent, group=group)
-        found.append(taken.view(leaf.dtype).reshape(len(taken), *leaf.shape[1:]).to(device))
-    return tree_unflatten(found, spec)
-
-
-def _kind(tree: Any) -> tuple[int, int]:
-    """Return a number for the kind of a row, and how many rows there are; -1 if that is unclear."""
-    leaves, spec = tree_flatten(tree)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        return 0, -1
-    told = [str(spec), *(f"{tuple(leaf.shape[1:])} {leaf.dtype}" for leaf in leaves)]
-    numbers = {leaf.shape[0] for leaf in leaves}
-    return zlib.crc32("; ".join(told).encode()), numbers.pop() if len(numbers) == 1 else -1
-
 
 MAX_SCHEDULES = 4
 """Kinds of batches that are kept ready: whole ones, an epoch's last one, some more."""
@@ -127,8 +47,9 @@ class Engine:
         plan: What is where.
         blocks: All blocks, this rank's whole.
         loss_function: Called on the rank of the last stage with each micro-batch.
-        device: Where its blocks are.
         group: The ranks of the plan.
+        device: Where this rank's blocks are.
+        wire: Where the group's messages lie.
         root: Its `training` flag is off while the engine studies shapes, so that nobody takes that
             for a training forward.
     """
@@ -138,71 +59,128 @@ class Engine:
         plan: PipelinePlan,
         blocks: Sequence[nn.Module],
         loss_function: LossFunction,
-        device: torch.device,
         group: dist.ProcessGroup,
+        device: torch.device,
+        wire: torch.device,
         root: nn.Module,
     ) -> None:
-        self._plan, self._loss_function, self._device = plan, loss_function, device
-        self._measure = loss_function
+        self._plan, self._loss_function, self._measure = plan, loss_function, loss_function
+        self._group, self._device, self._wire = group, device, wire
         self._schedules: dict[Any, Any] = {}
         self._targets: Any = None
         self._weight = 0.0
-        self._rank, self._group = dist.get_rank(group), group
+        self._rank = dist.get_rank(group)
         start, stop = plan.stages[self._rank]
         self._stage = StageModule(blocks[start:stop], root)
 
     def step(
-        self,
-        kind: Hashable,
-        num_rows: int,
-        inputs: Sequence[Tensor],
-        targets: Any,
-        measure: LossFunction | None = None,
+        self, inputs: Sequence[Tensor], targets: Any, measure: LossFunction | None = None
     ) -> Tensor:
-        """Run forward and backward of this rank's part; gradients are those of the mean loss.
+        """Run forward and backward of one batch; gradients are those of the mean loss.
 
         Args:
-            kind: Shapes of the batch's rows, the same on all ranks; another kind is studied anew.
-            num_rows: Rows of the batch. The last micro-batches may have fewer than the others;
-                they are filled up, without weight in the loss.
-            inputs: On the rank of the first stage: shape (num_rows, ...) each.
-            targets: On the rank of the last stage: the same number of rows.
+            inputs: This rank's rows: shape (B, ...) each.
+            targets: A tensor or a tree of tensors with as many rows.
             measure: Run forwards alone, and this in place of the loss.
 
         Returns:
-            The part of the mean loss that was computed on this rank; 0 where there is none.
+            The mean over the rows of all ranks, on every rank.
+
+        Raises:
+            EgeriaError: The ranks' rows do not fit into one batch.
         """
+        counts, kind = self._count(inputs, targets)
+        num_rows, trains, last = sum(counts), measure is None, self._plan.ranks - 1
+        inputs, targets = self._route(inputs, counts, 0), self._route(targets, counts, last)
+        # The last micro-batches may have fewer rows than the others: they are filled up with the
+        # first one, which has no weight in the loss there.
         size = -(-num_rows // self._plan.microbatches)
-        padded = size * self._plan.microbatches
-        arguments = [_fill_up(rows, padded) for rows in inputs] if self._rank == 0 else []
-        trains = measure is None
-        key = (trains, size, kind)
+        numbers = torch.arange(size * self._plan.microbatches)
+        numbers[num_rows:] = -1
+        if self._rank != 0:
+            inputs = []
+        elif len(numbers) > num_rows:
+            inputs = [rows[numbers.clamp(min=0)] for rows in inputs]
+        keywords: dict[str, Any] = {}
+        losses: list[Tensor] = []
+        if self._rank == last:
+            self._targets, self._weight = targets, 1 / num_rows
+            self._measure = measure or self._loss_function
+            keywords = {"target": numbers, "losses": losses}
+        schedule = self._schedule_for(trains, size, kind)
+        if trains:
+            schedule.step(*inputs, **keywords, return_outputs=False)
+        else:
+            with torch.no_grad():
+                schedule.eval(*inputs, **keywords)
+        self._targets = None
+        mean = sum((part.detach() for part in losses), torch.zeros((), device=self._device))
+        mean = mean.to(self._wire)
+        dist.all_reduce(mean, group=self._group)
+        return mean.to(self._device)
+
+    def _count(self, inputs: Any, targets: Any) -> tuple[list[int], int]:
+        """Ask every rank how many rows it brings.
+
+        Returns:
+            Rows of each rank, and a number for the structure, shapes and types of a row, the same
+            on all ranks: another kind is studied anew.
+
+        Raises:
+            EgeriaError: They cannot be put into one batch, or the ranks have frozen differently.
+        """
+        kind, number = _kind((inputs, targets))
+        mine = torch.tensor([number, kind, self._plan.frozen], device=self._wire)
+        table = [torch.empty_like(mine) for _ in range(self._plan.ranks)]
+        dist.all_gather(table, mine, group=self._group)
+        rows, kinds, frozen = torch.stack(table, 1).tolist()
+        alike = {"rows of another shape, type or structure": kinds, "frozen blocks": frozen}
+        for what, values in alike.items():
+            if len(set(values)) > 1:
+                other = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise EgeriaError(
+                    f"rank {other} differs from rank 0 in its {what}; all ranks must bring rows "
+                    "that fit into one batch (pad them to one length), at the same step"
+                )
+        if -1 in rows:
+            raise EgeriaError(
+                f"rank {rows.index(-1)} brings inputs and targets of different numbers of rows, or "
+                "something other than tensors"
+            )
+        if not sum(rows):
+            raise EgeriaError("no rank brings any rows")
+        return rows, kind
+
+    def _route(self, tree: Any, counts: Sequence[int], to: int) -> Any:
+        """Send all ranks' rows of a tree of tensors to one; return them there, none elsewhere."""
+        sent = [counts[self._rank] if other == to else 0 for other in range(len(counts))]
+        received = list(counts) if self._rank == to else [0] * len(counts)
+
+        def bring(leaf: Tensor) -> Tensor:
+            # As bytes: not every backend knows every type.
+            rows = leaf.detach().to(self._wire).reshape(len(leaf), math.prod(leaf.shape[1:]))
+            rows = rows.contiguous().view(torch.uint8)
+            taken = rows.new_empty(sum(received), rows.shape[1])
+            dist.all_to_all_single(taken, rows, received, sent, group=self._group)
+            taken = taken.view(leaf.dtype).reshape(len(taken), *leaf.shape[1:])
+            return taken.to(self._device)
+
+        return tree_map(bring, tree)
+
+    def _schedule_for(self, trains: bool, size: int, kind: int) -> Any:
+        """Return what runs micro-batches of so many rows of a kind; a few are kept ready."""
+        key = trains, size, kind
         schedule = self._schedules.pop(key, None)
         if schedule is None:
             ranks, group = self._plan.ranks, self._group
             stage = _Stage(self._stage, self._rank, ranks, self._device, group=group)
             # Forwards alone have one order.
-            is_1f1b = trains and self._plan.schedule == "1F1B"
-            make = Schedule1F1B if is_1f1b else ScheduleGPipe
+            make = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
             schedule = make(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
         self._schedules[key] = schedule
         if len(self._schedules) > MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
-        keywords: dict[str, Any] = {}
-        losses: list[Tensor] = []
-        if self._rank == self._plan.ranks - 1:
-            numbers = torch.arange(padded)
-            numbers[num_rows:] = -1
-            self._targets, self._weight = targets, 1 / num_rows
-            self._measure = measure or self._loss_function
-            keywords = {"target": numbers, "losses": losses}
-        if trains:
-            schedule.step(*arguments, **keywords, return_outputs=False)
-        else:
-            with torch.no_grad():
-                schedule.eval(*arguments, **keywords)
-        self._targets = None
-        return sum((part.detach() for part in losses), torch.zeros((), device=self._device))
+        return schedule
 
     def _loss(self, output: Any, numbers: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""
@@ -213,6 +191,16 @@ class Engine:
         output = tree_map_only(Tensor, lambda leaf: leaf[:count], output)
         targets = tree_map_only(Tensor, lambda leaf: leaf[start : start + count], self._targets)
         return self._measure(output, targets) * (count * self._weight)
+
+
+def _kind(tree: Any) -> tuple[int, int]:
+    """Return a number for the kind of a row, and how many rows there are; -1 if that is unclear."""
+    leaves, spec = tree_flatten(tree)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return 0, -1
+    told = [str(spec), *(f"{tuple(leaf.shape[1:])} {leaf.dtype}" for leaf in leaves)]
+    numbers = {leaf.shape[0] for leaf in leaves}
+    return zlib.crc32("; ".join(told).encode()), numbers.pop() if len(numbers) == 1 else -1
 
 
 class _Stage(PipelineStage):
@@ -252,12 +240,3 @@ class StageModule(nn.Module):
             return functional_call(self, buffers, args)
         finally:
             root.training = was_training
-
-
-def _fill_up(rows: Tensor, padded: int) -> Tensor:
-    """Repeat the first row until there are so many."""
-    missing = padded - rows.shape[0]
-    if missing == 0:
-        return rows
-    first = rows[:1] if rows.shape[0] else rows.new_zeros((1, *rows.shape[1:]))
-    return torch.cat([rows, first.expand(missing, *rows.shape[1:])])

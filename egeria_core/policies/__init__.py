@@ -7,8 +7,6 @@ here knows of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from egeria_core.config import ControllerConfig
 from egeria_core.policies.base import Measure, Policy, PolicyError, Prospect, Reading, StaticPolicy
 from egeria_core.policies.budget import BudgetPolicy, HarmEstimate, Movement
@@ -37,23 +35,18 @@ def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:
         ValueError: Unknown name.
         TypeError: An object that lacks a method of `Policy`.
     """
-    if not isinstance(policy, str):
-        if not isinstance(policy, Policy):
-            raise TypeError(
-                f"{type(policy).__name__} is no policy: it needs measure, bind, observe, "
-                "state_dict and load_state_dict"
-            )
-        return policy
-    known: dict[str, Callable[[], Policy]] = {
-        "budget": lambda: BudgetPolicy(config.harm_budget),
-        "plasticity": lambda: PlasticityPolicy(
-            config.window, config.tolerance, parse_rule(config.unfreeze_rule)
-        ),
-    }
-    if policy not in known:
+    if policy == "budget":
+        return BudgetPolicy(config.harm_budget)
+    if policy == "plasticity":
+        return PlasticityPolicy(config.window, config.tolerance, parse_rule(config.unfreeze_rule))
+    if isinstance(policy, str):
         raise ValueError(
-            f"unknown policy {policy!r}; known by name: {', '.join(sorted(known))}; others "
-            "(StaticPolicy, your own, those in the project's benchmarks/rivals) are passed as "
-            "objects"
+            f"unknown policy {policy!r}; known by name: budget, plasticity; others (StaticPolicy, "
+            "your own, those in the project's benchmarks/rivals) are passed as objects"
         )
-    return known[policy]()
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"{type(policy).__name__} is no policy: it needs measure, bind, observe, state_dict "
+            "and load_state_dict"
+        )
+    return policy

@@ -21,7 +21,7 @@ Measure = Literal["plasticity", "movement", "nothing", "own"]
 - `movement`: per layer, how far its weights move in a step and what that takes off the loss; as
   `Movement.of` takes them;
 - `nothing`;
-- `own`: the policy brings a meter (`egeria_core.watch.BringsMeter`).
+- `own`: the policy has `per_layer` and `make_meter(watched)`, as `egeria_core.watch.Meter` has.
 """
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
@@ -84,7 +83,7 @@ class LayerTap:
         """The layer that was armed last and not taken yet."""
         self._training: bool | None = None
         self._batch = 0
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
         self._forget()
         for index, names in enumerate(layers):
             for position, name in enumerate(names):

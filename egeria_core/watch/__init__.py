@@ -7,10 +7,9 @@ layer's weights move. Owns hooks on the model and the optimizer; freezes and dec
 
 from egeria_core.watch.forward import Hook, LayerMap, Prefix
 from egeria_core.watch.layers import Layer, LayerError, find_layers
-from egeria_core.watch.meters import BringsMeter, Meter, MovementMeter, Watched, can_be_read
+from egeria_core.watch.meters import Meter, MovementMeter, Watched, can_be_read
 
 __all__ = [
-    "BringsMeter",
     "Hook",
     "Layer",
     "LayerError",

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.skip import RandomState, Recorder, intercept, leaves_behind
 from egeria_core.ranks import unsharded_names
@@ -100,7 +99,7 @@ class ForwardTrace:
         self._watching, self._is_on = ExitStack(), False
         # What is compiled is not looked into.
         self.is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             model.register_forward_pre_hook(Hook(self._begin)),
             # Called also where the forward raises: the mode must not stay.
             model.register_forward_hook(Hook(self._end), always_call=True),
@@ -314,25 +313,22 @@ class LayerMap:
             self._trace.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layers and prefixes as found."""
+        """Return the layers and prefixes as found; nothing where no forward was seen."""
+        if not self.resolved:
+            return {}
         return {
-            "resolved": self.resolved,
             "training": self.training,
-            "layers": [[list(layer.modules), layer.num_parameters] for layer in self.layers],
+            "layers": [(layer.modules, layer.num_parameters) for layer in self.layers],
             "parts": self.parts,
-            "prefixes": {
-                name: [list(part) for part in astuple(prefix)]
-                for name, prefix in self.prefixes.items()
-            },
+            "prefixes": {name: astuple(prefix) for name, prefix in self.prefixes.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the layers and prefixes as they were found then."""
-        if not state["resolved"]:
+        if not state:
             return
         self.close()
         self._trace, self.training, self.parts = None, state["training"], state["parts"]
         self.layers = [Layer(tuple(modules), size) for modules, size in state["layers"]]
-        self.prefixes = {
-            name: Prefix(*map(tuple, parts)) for name, parts in state["prefixes"].items()
-        }
+        prefixes = state["prefixes"].items()
+        self.prefixes = {name: Prefix(*map(tuple, parts)) for name, parts in prefixes}

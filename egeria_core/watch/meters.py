@@ -15,11 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.skip import is_sharded
 from egeria_core.config import ControllerConfig
@@ -27,6 +26,11 @@ from egeria_core.history import History, Verdict
 from egeria_core.ranks import global_sums, local_part
 from egeria_core.rules import MeanLoss, MeanRate
 from egeria_core.watch.forward import LayerMap
+
+log = logging.getLogger("egeria")
+
+SILENT_TO_WARN = 10
+"""Readings in a row without an optimizer step of which the meter was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +93,6 @@ class Meter:
         """Take off hooks and stop threads; idempotent."""
 
 
-@runtime_checkable
-class BringsMeter(Protocol):
-    """A policy that measures in its own way; its `measure` is "own"."""
-
-    per_layer: bool
-    """Whether every rank measures its part of each layer; else one rank measures the front."""
-
-    def make_meter(self, watched: Watched) -> Meter:
-        """Return the meter of one run; called once."""
-
-
-log = logging.getLogger("egeria")
-
-SILENT_TO_WARN = 10
-"""Readings in a row without an optimizer step of which the meter was told."""
-
-
 def bare_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside of wrappers such as Accelerate's, whose hooks never fire."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -152,7 +139,7 @@ class MovementMeter(Meter):
         self._opened: tuple[int, Callable[[], Tensor]] | None = None
         self._ready: list[Verdict] = []
         self._silent = 0
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
