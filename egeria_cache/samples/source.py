@@ -409,7 +409,8 @@ class LoaderSource:
             return (
                 f"{leaf} of a sample is not the same when it is loaded again under the same seed; "
                 "draw random numbers in the data set itself, from the global state of torch, numpy "
-                "or random"
+                "or random, and change data before a pass, not between loading a batch and calling "
+                "the model"
             )
         if isinstance(once, Tensor) and once.dim() and len(once) != batch.size:
             return (
