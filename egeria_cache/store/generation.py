@@ -122,13 +122,8 @@ class Generation:
         return self._held
 
     @property
-    def num_samples(self) -> int:
-        """Records on disk."""
-        return self._look(lambda view: view.num_records, 0)
-
-    @property
     def totals(self) -> Totals:
-        """Sums over them."""
+        """Sums over its records on disk."""
         return self._look(View.totals, Totals())
 
     def _look(self, what: Callable[[View], _Seen], without: _Seen) -> _Seen:

@@ -59,12 +59,12 @@ def survey(directory: Path) -> Report:
 def _glance(path: Path) -> Report:
     is_aside = path.name.startswith(place.SET_ASIDE)
     damage = "set aside: it could not be opened" if is_aside else None
-    known, note, num_samples, totals = None, None, 0, Totals()
+    known, note, totals = None, None, Totals()
     try:
         known = Manifest.read(path)
         if not is_unfinished(path):
             with inspected(path) as view:
-                num_samples, totals = view.num_records, view.totals()
+                totals = view.totals()
     except DamagedError as error:
         damage = damage or (None if is_unfinished(path) else str(error))
     except (StoreError, OSError) as error:  # of now, or not ours
@@ -74,7 +74,7 @@ def _glance(path: Path) -> Report:
     return {
         "name": path.name,
         "boundary": boundary if isinstance(boundary, str) else None,
-        "num_samples": num_samples,
+        "num_samples": totals.num_samples,
         "bytes_on_disk": place.directory_bytes(path),
         "raw_bytes": raw_bytes,
         "stored_bytes": stored_bytes,

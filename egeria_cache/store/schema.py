@@ -51,7 +51,7 @@ def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
     """
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
-    each = each_variant(variant, len(ids))
+    each = np.full(len(ids), variant).tolist()
     pack = _INT_KEY.pack
     try:
         return [
@@ -87,15 +87,9 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
     return key
 
 
-def each_variant(variant: Variants, count: int) -> list[int]:
-    """Return the variants of so many samples."""
-    found: list[int] = np.full(count, variant).tolist()
-    return found
-
-
 def superseded(keys: Sequence[bytes], last: Variants) -> list[bytes]:
     """Return, per sample, the key of the last of its draws that goes; nothing for `NO_DRAW`."""
-    draws = zip(keys, each_variant(last, len(keys)), strict=True)
+    draws = zip(keys, np.full(len(keys), last).tolist(), strict=True)
     return [b"" if draw == NO_DRAW else key[:-4] + struct.pack(">I", draw) for key, draw in draws]
 
 
@@ -264,10 +258,8 @@ def encode_value(value: Plain) -> bytes:
     """
     if isinstance(value, bytes):
         return b"b" + value
-    if isinstance(value, str):
-        return b"s" + value.encode("utf-8", "surrogatepass")
-    if value is None or isinstance(value, bool | int | float):
-        return b"j" + json.dumps(value).encode()
+    if value is None or isinstance(value, bool | int | float | str):
+        return b"j" + json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     raise TypeError(
         "a sample may hold tensors, texts, bytes, numbers, bools and None; "
         f"got {type(value).__name__}"
@@ -282,9 +274,9 @@ def decode_value(stored: bytes) -> Plain:
     """
     tag, content = stored[:1], stored[1:]
     with suppress(ValueError, RecursionError):
-        if tag in (b"b", b"s"):
-            return content if tag == b"b" else content.decode("utf-8", "surrogatepass")
-        value: Plain = json.loads(content)
-        if tag == b"j" and (value is None or isinstance(value, int | float)):
+        if tag == b"b":
+            return content
+        value: Plain = json.loads(content.decode("utf-8", "surrogatepass"))
+        if tag == b"j" and (value is None or isinstance(value, int | float | str)):
             return value
     raise RecordError(f"not a stored value: {stored[:16]!r}")

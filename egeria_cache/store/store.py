@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,7 @@ class StoreStats:
 class ActivationStore:
     """Bounded, durable map from sample ID to activations.
 
-    Any thread may use it. It must not cross fork(): open it in the process that uses it, or pickle
-    it (it then reopens). Example:
+    Any thread may use it. It must not cross fork(): open it in the process that uses it. Example:
 
         with ActivationStore("runs/cache", limit="8GB") as store:
             stored = store.open_generation({"model": "resnet50", "layer": "layer3"})
@@ -98,7 +96,6 @@ class ActivationStore:
         if storage_dtype is not None:
             check_choice("storage_dtype", storage_dtype, StorageDtype)
         self._codec, self._storage = codec, storage_dtype
-        self._force_network = force_network
         place.claim_directory(self.directory, self.limit_bytes, force_network=force_network)
         self.was_used = bool(place.generation_directories(self.directory))
         """Whether it held generations when it was opened."""
@@ -206,13 +203,13 @@ class ActivationStore:
     def stats(self) -> StoreStats:
         """Return counts and sizes."""
         with self._lock:
-            alive = [one for one in self._generations.values() if one.alive]
+            totals = [one.totals for one in self._generations.values() if one.alive]
         return StoreStats(
             **self.writer.numbers,
-            num_samples=sum(generation.num_samples for generation in alive),
-            raw_bytes=sum(generation.totals.raw_bytes for generation in alive),
-            stored_bytes=sum(generation.totals.stored_bytes for generation in alive),
-            lossy_error=max((one.totals.error.relative_rms for one in alive), default=0.0),
+            num_samples=sum(one.num_samples for one in totals),
+            raw_bytes=sum(one.raw_bytes for one in totals),
+            stored_bytes=sum(one.stored_bytes for one in totals),
+            lossy_error=max((one.error.relative_rms for one in totals), default=0.0),
             bytes_on_disk=place.directory_bytes(self.directory),
             limit_bytes=self.limit_bytes,
         )
@@ -230,10 +227,6 @@ class ActivationStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(type(self), storage_dtype=self._storage, force_network=self._force_network)
-        return again, (self.directory, self.limit_bytes, self._codec)
 
 
 def _shut_down(

@@ -121,7 +121,7 @@ def test_a_draw_that_supersedes_another_takes_its_place_on_disk(directory, width
             assert hit.all()
             assert torch.equal(found[:, 0], 100.0 * draw + torch.arange(48))
             assert not generation.contains(range(48), variant=max(draw - 1, 0)).any() or not draw
-            assert generation.num_samples == 48
+            assert generation.totals.num_samples == 48
             assert generation.totals.stored_bytes < 48 * (4 * width + 100)
             sizes.append(store.stats().bytes_on_disk)
             if draw == 5:

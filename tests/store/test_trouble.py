@@ -750,7 +750,7 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "new"})
         keep(store, range(80), torch.ones(80, 5000), into=generation)
-        before = generation.num_samples
+        before = generation.totals.num_samples
         assert 30 < before < 75
         holder.kill()
         holder.communicate(timeout=DEADLINE_S)
@@ -758,7 +758,7 @@ def test_a_generation_of_another_live_process_stays_and_goes_when_that_is_killed
     with ActivationStore(directory, limit="2MB", codec="raw") as store:
         generation = store.open_generation({"name": "new"})
         keep(store, range(80), torch.ones(80, 5000), into=generation)
-        assert generation.num_samples == 80
+        assert generation.totals.num_samples == 80
         assert not (directory / generation_name({"name": "held"})).exists()
         assert store.stats().bytes_on_disk <= 2_000_000
 
@@ -795,7 +795,7 @@ def test_a_generation_nobody_uses_makes_room_and_one_in_use_stays(directory):
             keep(store, range(start, start + 10), torch.ones(10, 5000), into=new)
         assert not (directory / names["older"].name).exists()
         assert old.contains(range(30)).all()
-        assert new.num_samples > 30
+        assert new.totals.num_samples > 30
         assert store.stats().bytes_on_disk <= 2_000_000
 
 

@@ -57,7 +57,10 @@ def test_a_batch_that_is_not_stored_does_not_take_those_it_waited_with_along(sto
     batches[2].zero_()
     generation.commit(jobs)
     assert generation.contains(range(4)).tolist() == [True, True, False, True]
-    assert (generation.num_samples, generation.totals.raw_bytes) == (3, 3 * batches[0].nbytes)
+    assert (generation.totals.num_samples, generation.totals.raw_bytes) == (
+        3,
+        3 * batches[0].nbytes,
+    )
     assert counted(generation) == (3, 1)
     assert said in caplog.text
     assert_stored(generation, [0, 1, 3])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ TABLES = (b"about", b"blocks", b"samples")
 MAP_BYTES = 1 << 40
 """Of address space, which costs nothing: a generation is never mapped anew."""
 SMALLEST_MAP_BYTES = 16 << 20
+PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
+"""As LMDB takes it from the machine."""
 LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
 FEW_BLOCKS = 16
@@ -61,7 +64,6 @@ class Environment:
         self._env = _open_lmdb(directory, writes=writes)
         try:
             self._env.reader_check()
-            self.page_bytes: int = self._env.stat()["psize"]
             self.tables = {name: self._env.open_db(name, create=writes) for name in TABLES}
             with self._env.begin(buffers=True) as transaction:
                 self.map = self._map_of(transaction.get(TABLES[-1]))
@@ -166,20 +168,20 @@ class Environment:
         """Return where in the file a value of more than half a page lies, which never moves: LMDB
         gives it pages of its own, and the first begins with its number. 0 for a smaller one.
         """
-        if len(view) <= self.page_bytes // 2:
+        if len(view) <= PAGE_BYTES // 2:
             return 0
         begin = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         number = ctypes.c_uint64.from_address(begin - 16).value
         flags = ctypes.c_uint16.from_address(begin - 6).value
-        return int(number) * self.page_bytes + 16 if flags & 4 else 0
+        return int(number) * PAGE_BYTES + 16 if flags & 4 else 0
 
     def _map_of(self, view: Any) -> tuple[int, int, int]:
         """Return `map` as the page of a value tells; of no bytes where its number is damaged."""
-        page = np.frombuffer(view, np.uint8).ctypes.data & -self.page_bytes
-        place = ctypes.c_uint64.from_address(page).value * self.page_bytes
+        page = np.frombuffer(view, np.uint8).ctypes.data & -PAGE_BYTES
+        place = ctypes.c_uint64.from_address(page).value * PAGE_BYTES
         size = os.fstat(self.descriptor).st_size
-        there = os.pread(self.descriptor, self.page_bytes, place) if place < size else b""
-        if there != ctypes.string_at(page, self.page_bytes):
+        there = os.pread(self.descriptor, PAGE_BYTES, place) if place < size else b""
+        if there != ctypes.string_at(page, PAGE_BYTES):
             return 0, 0, self.descriptor
         return page - place, self._env.info()["map_size"], self.descriptor
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.store.codecs import Codec, LossyError
-from egeria_cache.store.disk.environment import DATA_NAME, Environment
+from egeria_cache.store.disk.environment import DATA_NAME, PAGE_BYTES, Environment
 from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
 from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
 from egeria_cache.store.record import Encoded, Record, Records, blocks, key_of, split_block
@@ -55,6 +55,8 @@ class Totals:
     """What lossy storage changed."""
     codec: Codec | None = None
     """What records were last written with; each field of each record names its own."""
+    num_samples: int = 0
+    """How many records there are, of all samples and variants."""
 
     @classmethod
     def parse(cls, stored: Any) -> Totals:
@@ -218,14 +220,11 @@ class View:
 
     def totals(self) -> Totals:
         """Return the sums over all records."""
+        found = Totals()
         with contextlib.suppress(struct.error):
-            return Totals.parse(self.get(b"about", TOTALS) or b"")
-        return Totals()
-
-    @property
-    def num_records(self) -> int:
-        """Of all samples and variants."""
-        return int(self._transaction.stat(self.tables[b"samples"])["entries"])
+            found = Totals.parse(self.get(b"about", TOTALS) or b"")
+        found.num_samples = self._transaction.stat(self.tables[b"samples"])["entries"]
+        return found
 
     def record(self, key: bytes, entry: Any) -> Record:
         """Return a sample's record: from its place, or from its block where a compacted copy of the
@@ -276,7 +275,7 @@ class View:
         """Return, shape (N,), by how much the file grows at most by the first 1 to N of these:
         their blocks, and copies of all pages of the index that are touched, some of which split.
         """
-        page, sizes = self.environment.page_bytes, np.array([one.size for one in records], np.int64)
+        page, sizes = PAGE_BYTES, np.array([one.size for one in records], np.int64)
         stat = self._transaction.stat(self.tables[b"samples"])
         entries = np.cumsum(np.array([len(one.key) + ENTRY_BYTES for one in records], np.int64))
         if records[0].replaced is None:
@@ -344,8 +343,6 @@ class View:
 
 # -- of a damaged tree: found without it, by plain reads; nothing is handed to LMDB ---------------
 
-PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
-"""As LMDB takes it from the machine."""
 _PAGE = struct.Struct("<QHHI")
 """Its number, nothing, flags; how many pages a large value has."""
 _LEAF, _LARGE = 2, 4

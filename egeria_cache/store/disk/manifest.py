@@ -56,7 +56,13 @@ class Manifest:
         Raises:
             StoreError: A value that JSON cannot hold.
         """
-        return cls(generation_name(fields), canonical(fields), time.time())
+        try:
+            loaded = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"the fields of a generation must be plain JSON values: {error}"
+            ) from None
+        return cls(generation_name(loaded), loaded, time.time())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -107,23 +113,9 @@ class Manifest:
         return {"format": FORMAT, "name": self.name, "created": created, "fields": fields}
 
 
-def canonical(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields as they read back from JSON.
-
-    Raises:
-        StoreError: A value JSON cannot hold.
-    """
-    try:
-        loaded = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"the fields of a generation must be plain JSON values: {error}") from None
-    assert isinstance(loaded, dict)
-    return loaded
-
-
 def generation_name(fields: Mapping[str, Any]) -> str:
     """Return "gen-" and 12 hexadecimal digits of the SHA-256 of format and fields."""
-    text = json.dumps([FORMAT, canonical(fields)], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([FORMAT, fields], sort_keys=True, separators=(",", ":"))
     return "gen-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
