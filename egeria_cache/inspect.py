@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments or ["--help"])
-        makes_directory = options.run is unpack
-        code, content, lines = options.run(
-            options, {} if makes_directory else store.survey(options.directory)
-        )
+        report = {} if options.run is unpack else store.survey(options.directory)  # it makes one
+        code, content, lines = options.run(options, report)
         is_stream = options.run is pack and options.file == STREAM
         _print(content if options.json else lines, sys.stderr if is_stream else sys.stdout)
     except BrokenPipeError:  # the reader of our output has seen enough
@@ -156,16 +155,9 @@ def _table(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def _age(since: float) -> str:
-    """Return how long ago a time was, given in seconds since the epoch, in whole units of the
-    largest that fits; "?" for what is no time.
-    """
+    """Return how long ago a time was, given in seconds since the epoch; "?" for what is no time."""
     seconds = time.time() - since
-    if not 0 <= seconds < math.inf:
-        return "?"
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return str(timedelta(seconds=int(seconds))) if 0 <= seconds < 1e10 else "?"
 
 
 def ls(options: argparse.Namespace, report: Report) -> Told:

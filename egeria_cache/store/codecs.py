@@ -228,19 +228,17 @@ def pack(rows: Tensor, storage: Storage) -> tuple[Tensor, Storage]:
 
     Rows that the storage cannot hold (other dtypes, infinities, overflow) keep every bit.
     """
-    num_rows = len(rows)
-    width = 1 if storage == "int8" else 2
+    packed, width = None, 1 if storage == "int8" else 2
     if storage is not None and rows.is_floating_point() and rows.element_size() > width:
         if storage == "int8":
             packed = _pack_int8(rows.float())
         else:
             halves = rows.to(_HALVES[storage])
             packed = _flat(halves) if bool(halves.isfinite().all()) else None
-        if packed is not None:
-            size = storage_bytes(tuple(rows.shape[1:]), rows.dtype, storage)
-            return packed.view(num_rows, size), storage
-    size = storage_bytes(tuple(rows.shape[1:]), rows.dtype, None)
-    return _flat(rows).view(num_rows, size), None
+    if packed is None:
+        packed, storage = _flat(rows), None
+    size = storage_bytes(tuple(rows.shape[1:]), rows.dtype, storage)
+    return packed.view(len(rows), size), storage
 
 
 def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, storage: Storage) -> Tensor:

@@ -25,8 +25,8 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs import Codec, Coder, LossyError
 from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, salvaged
 from egeria_cache.store.disk.manifest import GoneError, Manifest
-from egeria_cache.store.disk.place import FULL, Budget
-from egeria_cache.store.reader import read
+from egeria_cache.store.disk.place import Budget
+from egeria_cache.store.reader import Fetched
 from egeria_cache.store.record import Encoded, Records, Rows, choose_codec, encode_rows
 from egeria_cache.store.schema import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.writer import Job, Writer
@@ -40,6 +40,7 @@ SMALL_PART = 8
 """A generation that takes no more than this part, an eighth, of the limit and of the machine's
 memory is not worth compressing: it stays in the page cache, and is read in a fraction of the time
 that decoding takes."""
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _TROUBLE = GoneError, OSError, MemoryError
 _Seen = TypeVar("_Seen")
 
@@ -182,18 +183,21 @@ class Generation:
         Raises:
             NotInMemoryError: `in_memory`, and not all of it is.
         """
-        num_hits, num_corrupt, num_samples = 0, 0, len(located.keys)
         try:
-            fetched = read(self._files, *located, pin_memory, in_memory)
-            num_corrupt = fetched.num_corrupt
-            # It may have become void meanwhile.
-            num_hits = 0 if self._stopped else int(np.count_nonzero(fetched.hit))
+            with self._files.reading() as view:
+                fetched = Fetched(view, *located, pin_memory, waits=not in_memory)
+                fetched.read()
+            if fetched.damaged:
+                self._writer.count(corrupt=len(fetched.damaged))
+                self._warn(
+                    f"{fetched.damaged[0]}; it is computed again. Further damaged records are "
+                    "counted in stats().corrupt; run cache-inspect verify", about="damage",
+                )  # fmt: skip
+            if fetched.hit.any() and self._stopped is None:  # it may have become void meanwhile
+                return fetched.fields, fetched.hit
         except _TROUBLE as error:
             self._missed(error)
-        self._writer.count(hits=num_hits, misses=num_samples - num_hits, corrupt=num_corrupt)
-        if not num_hits:
-            return {}, np.zeros(num_samples, np.bool_)
-        return fetched.fields, fetched.hit
+        return {}, np.zeros(len(located.keys), np.bool_)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -264,7 +268,11 @@ class Generation:
         except GoneError as gone:
             self._end(str(gone))
         except (OSError, MemoryError, StoreError) as error:
-            self._pause(error)
+            # Nothing is stored for a while, and reads go on: what is stored is intact.
+            self._write_again_at = time.monotonic() + RETRY_S
+            full = isinstance(error, OSError) and error.errno in FULL
+            why = f"no space left on the disk ({error})" if full else str(error) or repr(error)
+            self._warn(f"nothing is stored for now: {why}")
         except (TypeError, ValueError, RuntimeError, struct.error) as error:
             self._warn(f"a batch cannot be stored: {error}")
         finally:
@@ -394,13 +402,6 @@ class Generation:
         with self._lock:
             first, self._stopped = self._stopped is None, self._stopped or reason
         return first
-
-    def _pause(self, error: Exception) -> None:
-        """Store nothing for a while after a failed write; reads go on: what is stored is intact."""
-        self._write_again_at = time.monotonic() + RETRY_S
-        full = isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
-        why = f"no space left on the disk ({error})" if full else str(error) or repr(error)
-        self._warn(f"nothing is stored for now: {why}")
 
     def _end(self, reason: str) -> None:
         if self._stop(reason):

@@ -8,7 +8,6 @@ or there is no kernel: a plain loop.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +18,9 @@ import torch
 from torch import Tensor
 
 from egeria_cache.store.codecs import NeedsKernelError, unpack
-from egeria_cache.store.disk.files import Entries, GenerationFiles, View
+from egeria_cache.store.disk.files import Entries, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.schema import FieldLayout, Layout, RecordError, decode_key
-
-logger = logging.getLogger("egeria_cache.store")
 
 Column = Tensor | list[Any]
 MAPPED_BYTES = 1 << 17
@@ -36,46 +33,16 @@ class NotInMemoryError(Exception):
     """A batch was to be read without waiting for a disk."""
 
 
-def read(
-    files: GenerationFiles,
-    keys: Sequence[bytes],
-    entries: Entries,
-    pin_memory: bool,
-    in_memory: bool,
-) -> Fetched:
-    """Return the samples that are stored and intact; never raises for a bad record.
+class Fetched:
+    """What is read for one batch of B samples: those that are stored and intact.
 
     Args:
-        files: Of the generation.
-        keys: Of B samples.
+        view: Of what is committed now.
+        keys: Of the samples.
         entries: Where they were located, shape (B,).
         pin_memory: Decode into page-locked memory.
-        in_memory: Wait for no disk.
-
-    Raises:
-        NotInMemoryError: `in_memory`, and not all of it is.
-        GoneError: Void or closed.
-        OSError: Nothing can be read now.
+        waits: For a disk.
     """
-    with files.reading() as view:
-        fetched = Fetched(view, keys, entries, pin_memory, waits=not in_memory)
-        fetched.read()
-    for row, (message, replaceable) in fetched.failed.items():
-        if message and keys[row] not in files.hidden:
-            fetched.num_corrupt += 1
-            if not files.has_warned:
-                files.has_warned = True
-                logger.warning(
-                    "%s: the record of sample %r is damaged (%s); it is computed again. Further "
-                    "damaged records are counted in stats().corrupt; run cache-inspect verify",
-                    files.directory, decode_key(keys[row])[0], message,
-                )  # fmt: skip
-        files.hidden[keys[row]] = replaceable
-    return fetched
-
-
-class Fetched:
-    """What is read for one batch of B samples."""
 
     def __init__(
         self, view: View, keys: Sequence[bytes], entries: Entries, pin_memory: bool, *, waits: bool
@@ -85,23 +52,26 @@ class Fetched:
         self.hit = np.zeros(len(keys), np.bool_)
         self.fields: dict[str, Column] = {}
         """Full B rows each; empty if nothing at all was found."""
-        self.num_corrupt = 0
-        self.failed: dict[int, tuple[str, bool]] = {}
-        """Rows that are there and cannot be read: why (nothing if nothing is wrong with them), and
-        whether they may be stored again."""
+        self.damaged: list[str] = []
+        """Of each record that proved damaged just now: which it is, and why."""
 
     def read(self) -> None:
-        """Read all rows that are there."""
+        """Read all rows that are there.
+
+        Raises:
+            NotInMemoryError: This does not wait, and not all of it is.
+        """
         layout, sizes = self._view.layout, self._entries["size"]
         if not (self._waits or sizes.all()):
             raise NotInMemoryError
+        there = np.flatnonzero(sizes)
         if layout is None:
-            lost = "what records hold is lost", True
-            self.failed = dict.fromkeys(np.flatnonzero(sizes).tolist(), lost)
+            for row in there.tolist():
+                self._fail(row, "what records hold is lost")
             return
         native = kernel() if layout.is_plain else None
         columns: Sequence[Column] = (
-            self._read_one_by_one(layout, np.flatnonzero(sizes))
+            self._read_one_by_one(layout, there)
             if native is None
             else self._read_together(native, layout)
         )
@@ -113,6 +83,13 @@ class Fetched:
             if isinstance(column, Tensor):
                 for row in missing:  # indices are not taken for every dtype
                     column[row].zero_()
+
+    def _fail(self, row: int, why: str, *, replaceable: bool = True) -> None:
+        """Remember that a record cannot be read, and whether it may be stored again."""
+        key, hidden = self._keys[row], self._view.files.hidden
+        if why and key not in hidden:
+            self.damaged.append(f"the record of sample {decode_key(key)[0]!r} is damaged ({why})")
+        hidden[key] = replaceable
 
     def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call."""
@@ -137,7 +114,7 @@ class Fetched:
             if found[row] == ABSENT:
                 raise NotInMemoryError
             if found[row] == UNREADABLE:
-                self.failed[row] = "the disk cannot read it", False
+                self._fail(row, "the disk cannot read it", replaceable=False)
                 continue
             # From wherever it is now; or what is wrong with it is noted.
             for column, value in zip(columns, self._values(row) or (), strict=False):
@@ -166,12 +143,12 @@ class Fetched:
             found = self._view.record(key, self._entries[row])
             values = [found.value(at) for at in range(len(found.payload))]
         except OSError as error:
-            self.failed[row] = f"the disk cannot read it: {error.strerror}", False
+            self._fail(row, f"the disk cannot read it: {error.strerror}", replaceable=False)
         except NeedsKernelError:
-            self.failed[row] = "", True
+            self._fail(row, "")
         except RecordError as error:
             if self._view.located([key])["size"][0]:  # else it was superseded since it was located
-                self.failed[row] = str(error), True
+                self._fail(row, str(error))
         else:
             self.hit[row] = True
             return values

@@ -77,14 +77,11 @@ class Encoded(NamedTuple):
     key: bytes
     pieces: Sequence[Any]
     """Buffers."""
+    size: int
+    """Bytes of the record."""
     replaced: bytes | None = None
     """The last variant that it supersedes, as a key, which goes with the same commit, or nothing;
     None: nothing ever will be."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the record."""
-        return sum(map(len, self.pieces))
 
 
 Records = Sequence[Encoded]
@@ -153,9 +150,10 @@ def encode_rows(
     ]
     every: Sequence[bytes | None] = replaced or [None] * len(keys)
     seed = identity ^ layout.seed
+    made = [_pieces(key, own, seed) for key, *own in zip(keys, *stored, strict=True)]
     return [
-        Encoded(layout, key, _pieces(key, own, seed), last)
-        for key, last, *own in zip(keys, every, *stored, strict=True)
+        Encoded(layout, key, pieces, sum(map(len, pieces)), last)
+        for key, pieces, last in zip(keys, made, every, strict=True)
     ]
 
 

@@ -40,8 +40,6 @@ def survey(directory: Path) -> Report:
     Raises:
         StoreError: The directory is no cache, or of a newer format.
     """
-    if not directory.is_dir():
-        raise StoreError(f"{directory} is not a directory")
     root = directory / place.ROOT_NAME
     if not os.path.lexists(root):
         raise StoreError(f"{directory} is not an Egeria cache: it has no {root.name}")
@@ -57,8 +55,7 @@ def survey(directory: Path) -> Report:
 
 
 def _glance(path: Path) -> Report:
-    is_aside = path.name.startswith(place.SET_ASIDE)
-    damage = "set aside: it could not be opened" if is_aside else None
+    damage = "set aside: it could not be opened" if path.name.startswith(place.SET_ASIDE) else None
     known, note, totals = None, None, Totals()
     try:
         known = Manifest.read(path)
@@ -237,7 +234,7 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
     generation = store.open_generation(fields)
     try:
         for record in _records(stream, layout, done.name):
-            records.append(Encoded(layout, key_of(record), (record,)))
+            records.append(Encoded(layout, key_of(record), (record,), len(record)))
             done.num_bytes += len(record)
             if done.num_bytes >= num_taken + BLOCK_BYTES:
                 _take(generation, records, totals, done)

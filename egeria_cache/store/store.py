@@ -24,7 +24,7 @@ from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk import place
 from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
-from egeria_cache.store.disk.manifest import DamagedError, Manifest
+from egeria_cache.store.disk.manifest import DamagedError, Manifest, dumped
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.writer import Writer
 from egeria_cache.tables import PAGE_BYTES, parse_size
@@ -40,10 +40,6 @@ EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 class StoreStats:
     """Counts of this process since the store was opened, and sizes on disk now."""
 
-    hits: int
-    """Rows read and intact."""
-    misses: int
-    """Rows asked for and not served."""
     writes: int
     """Rows committed."""
     dropped_writes: int
@@ -165,7 +161,8 @@ class ActivationStore:
                 opened = self._open_files(directory, manifest)
             except DamagedError as damage:
                 # It is only a cache: what cannot be salvaged is filled again, beside what is left.
-                aside = place.set_aside(directory)
+                name = f"{place.SET_ASIDE}{directory.name}-{time.time_ns():x}"
+                aside = directory.rename(self.directory / name)
                 logger.warning("%s; it is set aside as %s", damage, aside.name)
                 opened = self._open_files(directory, manifest)
             self._budget.make_room(0)  # the limit may be lower than it was
@@ -184,7 +181,7 @@ class ActivationStore:
             raise ForeignError(f"{directory} is no directory of this user's; it is left alone")
         if not is_unfinished(directory):
             return manifest.found_in(directory), GenerationFiles(directory)
-        num_pages = -(-len(manifest.text()) // PAGE_BYTES)
+        num_pages = -(-len(dumped(manifest.content())) // PAGE_BYTES)
         needed = EMPTY_GENERATION_BYTES + num_pages * PAGE_BYTES
         if self._budget.make_room(needed) >= needed:
             directory.mkdir(mode=0o700, exist_ok=True)

@@ -58,6 +58,8 @@ class Job:
     ) -> None:  # fmt: skip
         self.target, self.keys, self.rows = target, keys, rows
         self.ready, self.replaced, self.aside = ready, replaced, aside
+        self.kind = target, replaced is None, aside
+        """Jobs of one kind may be committed together."""
         lists = [[one] if isinstance(one, Tensor | PaddedRows) else one for one in rows.values()]
         values = [one for many in lists for one in many if isinstance(one, Tensor | PaddedRows)]
         self.num_bytes = sum(one.nbytes for one in values)
@@ -67,11 +69,6 @@ class Job:
         """Of the memory that the rows lie in, which the queue bounds."""
         # Inference tensors have no version counter.
         self._versions = [(one, one._version) for one in tensors if not one.is_inference()]
-
-    def is_like(self, other: Job) -> bool:
-        """They may be committed together."""
-        kinds = {(one.target, one.replaced is None, one.aside) for one in (self, other)}
-        return len(kinds) == 1
 
     def unchanged(self) -> bool:
         """No tensor was written to since it was handed over."""
@@ -92,7 +89,7 @@ class Writer:
         """Whether batches wait for a group: those to come soon are more than those to be read."""
         self.why_dead = ""
         """Why nothing is stored any more, if that is so."""
-        self.numbers = collections.Counter(hits=0, misses=0, writes=0, dropped_writes=0, corrupt=0)
+        self.numbers = collections.Counter(writes=0, dropped_writes=0, corrupt=0)
         """What happened in this process, by its name in `StoreStats`."""
         self._counting = threading.Lock()
         self.work_s = 0.0
@@ -214,16 +211,13 @@ class Writer:
                     return []
                 self._hurries = False
                 self._changed.wait()
-            return self._group()
-
-    def _group(self) -> list[Job]:
-        jobs = [self._jobs.popleft()]
-        num_bytes = jobs[0].num_bytes
-        while self._jobs and self._jobs[0].is_like(jobs[0]):
-            num_bytes += self._jobs[0].num_bytes
-            if num_bytes > GROUP_BYTES:
-                break
-            jobs.append(self._jobs.popleft())
-        self._waiting_bytes -= sum(job.held_bytes for job in jobs)
-        self._busy = True
-        return jobs
+            jobs = [self._jobs.popleft()]
+            num_bytes = jobs[0].num_bytes
+            while self._jobs and self._jobs[0].kind == jobs[0].kind:
+                num_bytes += self._jobs[0].num_bytes
+                if num_bytes > GROUP_BYTES:
+                    break
+                jobs.append(self._jobs.popleft())
+            self._waiting_bytes -= sum(job.held_bytes for job in jobs)
+            self._busy = True
+            return jobs

@@ -185,7 +185,7 @@ def filled_once(directory):
     [
         (["DIR", "verfy"], "invalid choice: 'verfy'"),
         (["verify", "DIR"], "usage: cache-inspect [-h] [--json] [--version] DIR COMMAND"),
-        (["ls"], "ls is not a directory"),
+        (["ls"], "ls is not an Egeria cache"),
         (["DIR", "prune", "--older-than", "soon"], "--older-than: invalid float value: 'soon'"),
         (["DIR", "prune", "--older-than", "-1"], "prune needs --older-than DAYS"),
         (["DIR", "prune"], ""),

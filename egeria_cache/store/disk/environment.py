@@ -94,8 +94,8 @@ class Environment:
                 identity = found.st_dev, found.st_ino
                 one = _opened.get(identity)
                 if one is None:
-                    if not vetted and (problem := problem_of(descriptor)):
-                        raise DamagedError(f"{directory / DATA_NAME} is damaged: {problem}")
+                    if not vetted and (problem := tree_problem(directory)):
+                        raise DamagedError(f"{directory} is damaged: {problem}")
                     one = cls(directory, descriptor, identity=identity, writes=writes)
                     _opened[identity] = one
                     descriptor = -1
@@ -192,41 +192,28 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def problem_of(descriptor: int) -> str | None:
-    """Return what is wrong with a file, if anything, by a walk over its tree, which takes some
-    seconds for a million samples; one that was found sound is not walked over again.
-
-    Raises:
-        OSError: The disk cannot read it now.
-    """
-    found = os.fstat(descriptor)
-    state = found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
-    if not found.st_size or state in _walked:
-        return None
-    try:
-        problems = verify(f"/proc/self/fd/{descriptor}", subdir=False)  # type: ignore[no-untyped-call]
-    except OSError:
-        raise
-    except Exception as error:  # also of pages that the walker did not foresee
-        return f"{type(error).__name__}: {error}"
-    if not problems:
-        _walked.add(state)
-    return str(problems[0]) if problems else None
-
-
 def tree_problem(directory: Path) -> str | None:
-    """Return what is wrong with a generation's tree, if anything; nothing is handed to LMDB.
+    """Return what is wrong with a generation's tree, if anything, by a walk over it, which takes
+    some seconds for a million samples; one that was found sound is not walked over again.
 
     Raises:
         ForeignError: The file is not ours.
         OSError: It cannot be read now.
     """
-    descriptor = open_own(directory / DATA_NAME, os.O_RDONLY)
-    try:
-        problem = problem_of(descriptor)
-        return problem and f"{DATA_NAME}: {problem}"
-    finally:
-        os.close(descriptor)
+    with open(open_own(directory / DATA_NAME, os.O_RDONLY), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        state = found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+        if not found.st_size or state in _walked:
+            return None
+        try:
+            problems = verify(f"/proc/self/fd/{file.fileno()}", subdir=False)  # type: ignore[no-untyped-call]
+        except OSError:
+            raise
+        except Exception as error:  # also of pages that the walker did not foresee
+            problems = [f"{type(error).__name__}: {error}"]
+    if not problems:
+        _walked.add(state)
+    return f"{DATA_NAME}: {problems[0]}" if problems else None
 
 
 def _open_lmdb(directory: Path, *, writes: bool) -> lmdb.Environment:
@@ -237,6 +224,8 @@ def _open_lmdb(directory: Path, *, writes: bool) -> lmdb.Environment:
         "metasync": False, "mode": 0o600, "readonly": not writes, "create": writes,
         "max_spare_txns": 4, "readahead": False,
     }  # fmt: skip
+    # To py-lmdb, what a forked child's parent has open is open there, too; `_opened` knows better.
+    keys = _envid.env_keys if _left_behind and _envid is not None else None
     try:
         if writes:
             # Its mapping is touched, which would kill where the disk has no room for it.
@@ -245,10 +234,13 @@ def _open_lmdb(directory: Path, *, writes: bool) -> lmdb.Environment:
                 os.posix_fallocate(lock, 0, LOCK_BYTES)
             finally:
                 os.close(lock)
-        with _past_what_the_parent_opened():
-            return _mapped(settings)
+        if keys is not None:
+            _envid.env_keys = lambda *_: ()
+        return _mapped(settings)
     finally:
         os.close(at)
+        if keys is not None:
+            _envid.env_keys = keys
 
 
 def _mapped(settings: dict[str, Any]) -> lmdb.Environment:
@@ -267,21 +259,6 @@ def _mapped(settings: dict[str, Any]) -> lmdb.Environment:
             if size < MAP_BYTES:
                 found.set_mapsize(max(size // 4, SMALLEST_MAP_BYTES))
             return found
-
-
-@contextlib.contextmanager
-def _past_what_the_parent_opened() -> Iterator[None]:
-    """Let a forked child open what its parent has open: to py-lmdb that is open in this process.
-    That it is not is known from `_opened`.
-    """
-    if not _left_behind or _envid is None:
-        yield
-        return
-    keys, _envid.env_keys = _envid.env_keys, lambda *_: ()
-    try:
-        yield
-    finally:
-        _envid.env_keys = keys
 
 
 _left_behind: list[Environment] = []

@@ -67,9 +67,8 @@ class Totals:
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
-        error, codec = self.error, self.codec
-        changed = error.squared_error, error.squared_value
-        code = _NO_CODEC if codec is None else codec
+        changed = self.error.squared_error, self.error.squared_value
+        code = _NO_CODEC if self.codec is None else self.codec
         return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)
 
 
@@ -116,8 +115,6 @@ class GenerationFiles:
         self.hidden: dict[bytes, bool] = {}
         """Records that could not be read and count as absent; whether they may be stored again, or
         else something else may be wrong, and pass."""
-        self.has_warned = False
-        """Of a damaged record."""
         self._is_open = threading.Lock()
         """Taken for good by whoever closes them."""
         vetted = in_use_elsewhere(directory)
@@ -398,4 +395,4 @@ def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[Encode
     for record in split_block(block):
         with contextlib.suppress(RecordError):
             Record.open(key_of(record), record, layout, identity)
-            yield Encoded(layout, key_of(record), (record,))
+            yield Encoded(layout, key_of(record), (record,), len(record))

@@ -102,13 +102,10 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in one step."""
-        write_json(directory / MANIFEST_NAME, self._content())
+        write_json(directory / MANIFEST_NAME, self.content())
 
-    def text(self) -> str:
+    def content(self) -> dict[str, Any]:
         """Return what stands in the file."""
-        return dumped(self._content())
-
-    def _content(self) -> dict[str, Any]:
         created, fields = self.created, dict(self.fields)
         return {"format": FORMAT, "name": self.name, "created": created, "fields": fields}
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("egeria_cache.store")
 
 ROOT_NAME, LOCK_NAME, IN_USE_NAME = "cache.json", "cache.lock", "in-use"
 SET_ASIDE = "damaged-"
-"""What a generation that cannot be opened for damage is renamed to."""
+"""Begins the name of a generation that could not be opened for damage, for a look at it."""
 OUR_FILES = (
     "records.bin", "index.bin", "data.mdb", "lock.mdb", IN_USE_NAME, MANIFEST_NAME,
 )  # fmt: skip
@@ -44,7 +44,6 @@ else of ours. Those of earlier formats are among them."""
 OURS = f".{ROOT_NAME}.", LOCK_NAME, "gen-", "damaged-gen-", "note-", ".note-"
 """What a cache's files begin with: where nothing else is, a root that was lost is written anew."""
 LOCK_WAIT_S = 10.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NETWORK_TYPES = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.gcsfuse", "fuse.glusterfs",
@@ -193,16 +192,6 @@ def last_use(directory: Path) -> float:
         return (directory / IN_USE_NAME).lstat().st_mtime
     except OSError:
         return 0.0
-
-
-def set_aside(directory: Path) -> Path:
-    """Rename a damaged generation, for a look at it and for `prune --damaged`; return where to.
-
-    Raises:
-        OSError: It cannot be renamed.
-    """
-    aside = directory.with_name(f"{SET_ASIDE}{directory.name}-{time.time_ns():x}")
-    return directory.rename(aside)
 
 
 def remove_directory(directory: Path) -> bool:
