@@ -117,9 +117,9 @@ class Egeria(Contestant):
         self.stored.contains([0])
 
     def read(self, ids: Ids) -> Tensor:
-        found, hit = self.stored.get_batch(ids)
+        found, hit = self.stored.get_batch(ids)  # type: ignore[arg-type]
         assert hit.all()
-        return found["x"]  # type: ignore[no-any-return, arg-type]
+        return found["x"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self.store.close()
