@@ -130,10 +130,11 @@ class DryRun:
         """Record the calls with the prefix in inference mode, as it will be from now on; return the
         steps of the prefix, and the modules around it.
         """
-        world = self._surroundings.now()
+        world, boundary = self._surroundings.now(), self.model.get_submodule(self.boundary)
         for _ in range(3):
             recorder, _ = self._recorded(world)
-            if self._was_dropped(recorder):
+            is_called = any(call.module is boundary for call in recorder.calls)
+            if not is_called and self._hold_around(recorder):
                 continue
             steps, _ = recorder.before(self._boundary_call(recorder))
             skipped = [step.module for step in steps if not trainable(step.module)]
@@ -184,23 +185,20 @@ class DryRun:
                     "trains, and what it does then (noise, say) would be off in a frozen front",
                 )
 
-    def _was_dropped(self, recorder: Recorder) -> bool:
-        """Whether the boundary may have been left out at random; what did so is now held."""
-        module = self.model.get_submodule(self.boundary)
-        if any(call.module is module for call in recorder.calls):
-            return False
-        drawing = sorted(recorder.drew)
-        candidates = [recorder.calls[i].module if i >= 0 else self.model for i in drawing]
-        around = [m for m in candidates if m.training and any(n is module for n in m.modules())]
-        return self.held.extend_around(self.model.get_submodule(self.frozen), around)
-
     def _hold_around(self, recorder: Recorder) -> bool:
-        """Hold code before the last frozen module that draws; return whether it was not yet."""
+        """Hold code around the last frozen module that draws before that returns, or may have left
+        it out at random; return whether it was not yet held.
+        """
         module = self.model.get_submodule(self.frozen)
         calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
-        if not calls or any(recorder.calls[i].end < 0 for i in calls):
+        if any(recorder.calls[i].end < 0 for i in calls):
             return False
-        drawing = recorder.drawing_around(calls[0], self.model)
+        if calls:
+            drawing = recorder.drawing_around(calls[0], self.model)
+        else:
+            drew = sorted(recorder.drew)
+            drawing = [recorder.calls[i].module if i >= 0 else self.model for i in drew]
+            drawing = [m for m in drawing if any(n is module for n in m.modules())]
         return self.held.extend_around(module, [m for m in drawing if m.training])
 
     def _boundary_call(self, recorder: Recorder) -> int:
