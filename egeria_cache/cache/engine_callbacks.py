@@ -54,6 +54,7 @@ class EngineCallbacks:
         self._counters, self._counts = status.counters, status.counters.counts
         self.called = status.counters.model_called
         self._audits = AuditPlan(audit_rate)
+        self.audited = self._audits.choose
         self._opened: dict[str, set[int]] = {}
         """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
@@ -282,18 +283,9 @@ class EngineCallbacks:
 
     # ---- audits ---------------------------------------------------------------------------------
 
-    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Return the hits to recompute; None for none, or where the samples are not what they were
-        when the batch was given out, as far as known.
-        """
-        rows = self._audits.choose(batch, entry)
-        if rows is None or batch.context.is_outdated:
-            return None
-        self._counts.audited += int(rows.sum())
-        return rows
-
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: Mapping[str, Any]) -> bool:
         """Compare stored labels and the like with what was loaded again."""
+        self._counts.audited += int(rows.sum())
         path = batch.context.source.first_difference(batch, rows, loaded)
         return path is None or self.audit_failed(
             batch, rows, f"leaf {path!r} of the batch is not what was stored"

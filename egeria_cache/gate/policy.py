@@ -129,7 +129,8 @@ class AuditPlan:
         """Loaders at cuts at which an earlier run has stored."""
 
     def choose(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Return the hits to recompute: bool, shape (B,); None for none. An epoch begins with a
+        """Return the hits to recompute: bool, shape (B,); None for none, or where the samples are
+        not what they were when the batch was given out, as far as known. An epoch begins with a
         batch of a smaller number than before.
         """
         hit, number = entry.hit, batch.context.task.number
@@ -145,7 +146,7 @@ class AuditPlan:
         if at in self.doubted:
             self.doubted.remove(at)
             count = max(count, _NUM_DOUBTED)
-        if not (count and num_hits):
+        if not (count and num_hits) or batch.context.is_outdated:
             return None
         rows = np.zeros(len(hit), bool)
         rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True

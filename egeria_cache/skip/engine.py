@@ -385,7 +385,8 @@ class SkipEngine:
         return output
 
     def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.scout.close()
+        if not self.scout.is_done:
+            self.scout.close()
         if self._sharded is not None:
             self._look_at_shards()
         if self._auto is not None:

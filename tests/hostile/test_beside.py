@@ -23,7 +23,7 @@ from tests.hostile.nets import Net, rows
 PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
-    "cache.engine_callbacks.EngineCallbacks": "audit_leaves audited captured cut_found note",
+    "cache.engine_callbacks.EngineCallbacks": "audit_leaves captured cut_found note",
     "cache.loader_api.LoaderApi": "adopt begins count_yielded log_epoch next_pass_of note_step "
     "wants_control",
     "gate.policy": "AuditPlan.choose Counters.model_called",
