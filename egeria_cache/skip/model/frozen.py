@@ -153,10 +153,9 @@ class FrozenPrefix:
             self.boundary = boundary
         before = len(self._around)
         for module in modules:
-            if id(module) not in self._around:
-                around = hold_around(module, boundary)
-                if around is not None:
-                    self._around[id(module)] = around
+            around = None if id(module) in self._around else hold_around(module, boundary)
+            if around is not None:
+                self._around[id(module)] = around
         return len(self._around) > before
 
     @property
@@ -184,12 +183,9 @@ class FrozenPrefix:
     def thaw(model: nn.Module) -> None:
         """Let go every held module of `model`, whoever holds it: for copies of a frozen model."""
         for module in model.modules():
-            held = _held(module)
-            if held is not None:
-                held.let_go()
-            around = around_of(module)
-            if around is not None:
-                around.let_go()
+            for holder in (_held(module), around_of(module)):
+                if holder is not None:
+                    holder.let_go()
 
     def __contains__(self, module: object) -> bool:
         return id(module) in self.modules
@@ -219,14 +215,9 @@ class RequiresGradWatch:
 
     def watch(self, model: nn.Module, held: FrozenPrefix, reads: Iterable[Named] = ()) -> None:
         """Watch the frozen parameters of all held modules, and what code around them reads."""
-        found = [
-            (f"{name}.{key}" if name else key, tensor)
-            for name, module in model.named_modules()
-            if module in held
-            for key, tensor in module._parameters.items()
-            if tensor is not None
-        ]
-        found += [(name, tensor) for name, _, tensor in reads]
+        own = {id(tensor) for module in held for tensor in module._parameters.values()}
+        found: list[tuple[str, Tensor]] = [(name, tensor) for name, _, tensor in reads]
+        found += [(name, tensor) for name, tensor in model.named_parameters() if id(tensor) in own]
         frozen = {id(tensor): tensor for _, tensor in found if not tensor.requires_grad}
         self._names = {id(tensor): name for name, tensor in found}
         self.tensors = list(frozen.values())
@@ -246,10 +237,8 @@ class RequiresGradWatch:
 
     def is_frozen_again(self) -> bool:
         """Whether nothing of what was thawed has been trained for a while."""
-        if any(map(_requires_grad, self._thawed)):
-            self._num_still = 0
-            return False
-        self._num_still += 1
+        is_trained = any(map(_requires_grad, self._thawed))
+        self._num_still = 0 if is_trained else self._num_still + 1
         return self._num_still > self._wait
 
     def forget(self) -> None:

@@ -148,12 +148,11 @@ class ReplayPlan:
 
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""
-        lengths = call.batch.lengths
-        if self.growth is not None and lengths is not None and self.growth.is_beyond(lengths.whole):
+        growth, lengths = self.growth, call.batch.lengths
+        is_beyond = growth and lengths and growth.is_beyond(lengths.whole)
+        if is_beyond or self.grad_mode not in (None, torch.is_grad_enabled()):
             return False
         if (*map(_is_training, self.ancestors), *map(_is_training, self.others)) != self.modes:
-            return False
-        if self.grad_mode is not None and torch.is_grad_enabled() is not self.grad_mode:
             return False
         for position, known in self.leaf_names.items():
             leaf = call.tagged.get(position)
