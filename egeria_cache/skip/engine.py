@@ -637,7 +637,7 @@ class SkipEngine:
     def _complete(self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows) -> Rows:
         """Run the prefix on the misses alone, and merge the rows in order."""
         missing = ~entry.hit
-        fresh = replay.prefix(self._forward, source, call, missing)
+        fresh = replay.prefix(self._forward, source, call, missing, call.rows(missing))
         if source.boundary == self.boundary:
             self._captured(source, call, missing, fresh)
         return {

@@ -178,9 +178,7 @@ class Recorder:
     _num_ended: int = 0
     _random: Any = None
 
-    def __call__(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, module: nn.Module, original: Handler, *args: Any, **kwargs: Any) -> Any:
         """Handle one call."""
         index = len(self.calls)
         self._look(self.open[-1] if self.open else -1)
@@ -284,11 +282,7 @@ class AttachedForward(ForwardSlot):
     is_copied = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        on_traced: Callable[[], None] = lambda: None,
-        name: str = "forward",
+        self, model: nn.Module, forward: Handler, on_traced: Callable[[], None], name: str
     ) -> None:
         super().__init__(model, name)
         self._forward = forward

@@ -38,6 +38,7 @@ from egeria_cache.batch import (
 from egeria_cache.device import autocast_kinds, fp32_precision
 from egeria_cache.pystate import Content, own_attributes
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 PLAIN = (bool, int, float, str, bytes, type(None))
 _ONE_LEAF = frozenset({Tensor, BatchTensor, AbsentTensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""
@@ -186,7 +187,7 @@ class Invocation:
     """Leaves that come from the loader, by position."""
     batch: Batch
     """Whose leaves they are; not to be asked for where there is a `why_not`."""
-    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    given: Arguments = ((), {})
     """The arguments as they came."""
     lent: list[Lent] = field(default_factory=list)
     """The containers that the model was given last, in place of the caller's."""
@@ -217,7 +218,7 @@ class Invocation:
             why_not = why_not or "the batch is empty"
         return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
 
-    def rebuild(self, swap: Callable[[int, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, swap: Callable[[int, Any], Any]) -> Arguments:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
         leaves = list(self.leaves)
         for i, leaf in enumerate(leaves):
@@ -250,21 +251,19 @@ class Invocation:
             _put(lent.built, content)
         return output
 
-    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def plain(self) -> Arguments:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
         if not (self.tagged or any(isinstance(leaf, BatchTensor) for leaf in self.leaves)):
             return self.noted(self.given)
         return self.noted(self.rebuild(lambda _, leaf: plain(leaf)))
 
-    def noted(self, built: tuple[Any, Any]) -> tuple[Any, Any]:
+    def noted(self, built: Arguments) -> Arguments:
         """Remember what the model is called with, for `result` and `hand_back`."""
         given, ours = ((*args, *kwargs.values()) for args, kwargs in (self.given, built))
         self.lent[:] = lend(given, ours)
         return built
 
-    def rows(
-        self, mask: np.ndarray, loaded: Mapping[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rows(self, mask: np.ndarray, loaded: Mapping[str, Any] | None = None) -> Arguments:
         """Return (args, kwargs) of the masked rows: those that the batch's entry misses, or from
         what was loaded again for them.
         """

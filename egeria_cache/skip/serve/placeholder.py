@@ -87,6 +87,7 @@ class _Object(weakref.ref[Any]):
 
 _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
+_Call = Callable[..., Any]
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
 _PLAIN: _Modes = False, ()
 
@@ -135,9 +136,7 @@ class Scene:
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
-    left_out: list[tuple[Callable[..., Any], Any, list[_Mark | None], _Modes]] = field(
-        default_factory=list
-    )
+    left_out: list[tuple[_Call, Any, list[_Mark | None], _Modes]] = field(default_factory=list)
     """Calls that were not made: a function, what it is given, marks of the leaves of what it gives,
     and in which modes."""
     read: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -152,11 +151,7 @@ class Scene:
     """What has needed it."""
 
     def leave_out(
-        self,
-        function: Callable[..., Any],
-        given: Any,
-        leaves: Iterable[Any],
-        modes: _Modes = _PLAIN,
+        self, function: _Call, given: Any, leaves: Iterable[Any], modes: _Modes = _PLAIN
     ) -> None:
         """Remember a call that is not made, and the leaves of what it would give."""
         args, kwargs = given
@@ -321,11 +316,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         found = _given(args, kwargs)

@@ -22,12 +22,15 @@ from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.calls import Recorder, intercept, when_returned
-from egeria_cache.skip.serve.call import Invocation, autocast_modes, plain
+from egeria_cache.skip.serve.call import Arguments, Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
+
+Forward = Callable[..., Any]
+Rows = dict[str, Tensor]
 
 
 class PrefixDone(BaseException):
@@ -52,14 +55,12 @@ class CaptureRun:
         self.stop = stop
         self.deviation: str | None = None
         self._taken: dict[Slot, Tensor] = {}
-        self.rows: dict[str, Tensor] | None = None
+        self.rows: Rows | None = None
         """The cut's tensors as rows; None if the model took another way this time."""
         self._position = 0
         self._inside = False
 
-    def __call__(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         """Handle one call of a module of the prefix."""
         steps = self.plan.steps
         if self._inside or self._position >= len(steps) or self.deviation:
@@ -147,9 +148,7 @@ class ReplayRun:
         for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored):
             of_the_last.clear()
 
-    def __call__(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         """Handle one call of a module of the prefix."""
         if self._inside or self.scene.after_boundary:
             return original(*args, **kwargs)
@@ -180,9 +179,7 @@ class ReplayRun:
                 when_returned(module, self.plan.returned)
         return output
 
-    def _leave_out(
-        self, step: StepPlan, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _leave_out(self, step: StepPlan, original: Forward, args: Any, kwargs: Any) -> Any:
         """Return what stands for a step's output: stored values and constants, or placeholders."""
         plan, scene, index = self.plan, self.scene, self._position
         stand_ins = self._leaves.get(index) or self._stand_ins(index)
@@ -235,10 +232,6 @@ class ReplayRun:
         return leaves
 
 
-Forward = Callable[..., Any]
-Rows = dict[str, Tensor]
-
-
 def full(forward: Forward, plan: ReplayPlan, call: Invocation) -> tuple[Any, CaptureRun]:
     """Compute every row; what crosses the boundary is captured on the way."""
     capture = CaptureRun(plan, call.batch.lengths, call.batch.size)
@@ -273,21 +266,17 @@ def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, f
 
 
 def prefix(
-    forward: Forward,
-    source: ReplayPlan,
-    call: Invocation,
-    rows: np.ndarray,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    forward: Forward, source: ReplayPlan, call: Invocation, rows: np.ndarray, inputs: Arguments
 ) -> Rows:
     """Run the prefix on the masked rows alone, and leave the model where the boundary returns.
 
-    `inputs` are the arguments for these rows; by default the rows that the batch's entry misses.
+    `inputs` are the arguments for these rows.
 
     Raises:
         BoundaryError: The model took another way this time.
     """
     capture = CaptureRun(source, call.batch.lengths, int(rows.sum()), stop=True)
-    args, kwargs = inputs or call.rows(rows)
+    args, kwargs = inputs
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
     state = source.surroundings.but_modules(source.moving)

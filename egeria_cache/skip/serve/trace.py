@@ -103,11 +103,7 @@ class PrefixTrace(TorchDispatchMode):
         return not is_read and any(one.is_floating_point() or one.is_complex() for one in made)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = tensors_in((args, kwargs := kwargs or {}))
         sources = list(map(self._sources, given))
@@ -153,11 +149,7 @@ class _Memory(TorchFunctionMode):
         self._trace = trace
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _PAST_OPERATORS:
             self._trace.branches = True
