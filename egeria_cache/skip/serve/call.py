@@ -140,9 +140,8 @@ def lend(given: Any, built: Any, depth: int = 8) -> Iterator[Lent]:
     """Yield the containers in what a model is called with."""
     if isinstance(given, Tensor) or type(given) in _ONE_LEAF or not depth:
         return
-    if type(given) is not type(built) or (
-        given is built and type(given) not in (dict, list, tuple)
-    ):
+    is_plain = type(given) in (dict, list, tuple)
+    if type(given) is not type(built) or (given is built and not is_plain):
         return
     before = _content(built)
     if not isinstance(given, tuple):
@@ -197,12 +196,10 @@ class Invocation:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
         """Take a call apart."""
-        is_flat = not kwargs and _ONE_LEAF.issuperset(map(type, args))
-        leaves, layout = (
-            (list(args), _flat(len(args)))
-            if is_flat
-            else _take_apart((args, kwargs), is_result=False)
-        )
+        if not kwargs and _ONE_LEAF.issuperset(map(type, args)):
+            leaves, layout = list(args), _flat(len(args))
+        else:
+            leaves, layout = _take_apart((args, kwargs), is_result=False)
         tagged, batches, why_not = dict[int, BatchTensor](), dict[int, Batch](), None
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -345,9 +342,8 @@ def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:
         shapes = []
         for more in (0, 8):
             whole = [size + more for size in lengths.whole]
-            meta = torch.empty(
-                (2, *padding.shape(path, row, whole)), dtype=row.dtype, device="meta"
-            )
+            shape = 2, *padding.shape(path, row, whole)
+            meta = torch.empty(shape, dtype=row.dtype, device="meta")
             for op in leaf.chain:
                 meta = op.run(meta)
             shapes.append(meta.shape)
