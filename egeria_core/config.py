@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from egeria_cache.arguments import check_choice
-from egeria_cache.device import runs_late
 from egeria_core.rules import Bootstrap, UnfreezeRule
 
 ReferenceKind = Literal["auto", "int8", "fp32"]
 EvaluatorKind = Literal["auto", "process", "inline"]
 
 
-ROOMY_ABOVE_CPUS = 4
-"""With more CPUs than these, a CPU training leaves some to an evaluator process."""
 LEAST = {"evaluate_every": 1, "total_steps": 1, "window": 2, "num_layers": 2}
 READINGS = 100
 """Of every layer, in the whole schedule, for the prediction of harm; more bring nothing."""
@@ -89,13 +85,6 @@ class ControllerConfig:
         if measure in ("nothing", "movement") or (measure == "own" and self.bootstrap == "auto"):
             return None
         return Bootstrap() if isinstance(self.bootstrap, str) else self.bootstrap
-
-    def evaluator_for(self, device_type: str) -> EvaluatorKind:
-        """Return the kind of evaluator for a model on this type of device."""
-        if self.evaluator != "auto":
-            return self.evaluator
-        roomy = runs_late(device_type) or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
-        return "process" if roomy else "inline"
 
     def interval(self, num_layers: int, measure: str) -> int:
         """Return n for a model of so many layers, and a policy that measures this.

@@ -31,10 +31,7 @@ from egeria_core.history import Verdict
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the bare model, and the wrapper if there is one."""
-    if isinstance(model, DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner, model
-    return model, None
+    return (model.module, model) if isinstance(model, DistributedDataParallel) else (model, None)
 
 
 class Ranks:

@@ -25,7 +25,8 @@ apart differ by less than 10 % from the start, whatever there is to learn."""
 DROP = 0.1
 """Of the rate at the frontmost freeze is a drop."""
 RISE = 2.0
-"""Times the lowest rate is a restart."""
+"""A learning rate of so many times another one has risen: what was predicted or frozen at that one
+holds no longer."""
 
 
 class Remembered:
@@ -116,13 +117,9 @@ class Bootstrap(Remembered):
         previous, self._previous = self._previous, smooth
         # NaN and infinity compare false: a diverging run stays in its critical period.
         if previous is not None and abs(smooth - previous) < self.change * abs(previous):
-            self.done = self._has_fallen(smooth)
+            fall, first = self.fall, self._first
+            self.done = fall is None or first is None or smooth <= first - fall * abs(first)
         return self.done
-
-    def _has_fallen(self, smooth: float) -> bool:
-        if self.fall is None or self._first is None:
-            return True
-        return smooth <= self._first - self.fall * abs(self._first)
 
 
 class MeanRate:

@@ -26,13 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_core.policies import Prospect
 from egeria_core.ranks import Ranks
-from egeria_core.rules import MeanRate, Remembered
+from egeria_core.rules import RISE, MeanRate, Remembered
 from egeria_core.watch import LayerMap
 
 log = logging.getLogger("egeria")
 
-RISE = 2.0
-"""A rate that will be so many times the present one is a rise."""
 BACKWARD_SHARE = 2 / 3
 """A backward computes two products for each one of the forward."""
 CLOSE = 1e-3

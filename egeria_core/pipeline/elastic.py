@@ -281,12 +281,10 @@ class ElasticPipeline:
         """
         states: list[Any] = [None] * self.plan.ranks
         dist.all_gather_object(states, (state["rank"], state["ranks"]), group=self.group)
-        for rank, (saved_by, num_ranks) in enumerate(states):
-            if (saved_by, num_ranks) != (rank, self.plan.ranks):
-                raise EgeriaError(
-                    f"rank {rank} of {self.plan.ranks} was given the state of rank {saved_by} of "
-                    f"{num_ranks}"
-                )
+        for rank, (saved_by, ranks) in enumerate(states):
+            if (saved_by, ranks) != (rank, self.plan.ranks):
+                given = f"rank {rank} of {self.plan.ranks} was given the state of rank {saved_by}"
+                raise EgeriaError(f"{given} of {ranks}")
         self._engine = None
         gc.collect()
         self.front.freeze(0)

@@ -8,7 +8,7 @@ of every parameter stay, so optimizers and hooks need not be told. Parameters ke
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Carrier:
     def send(self, block: nn.Module, target: int) -> int:
         """Give a block to a rank of the group; return the bytes of its tensors."""
         states = [optimizer.state.get(own) for optimizer, own in self._pairs(block)]
-        content = [tensor.detach() for tensor in _own_tensors(block)], states
+        content = [tensor.detach() for tensor in (*block.parameters(), *block.buffers())], states
         file = io.BytesIO()
         torch.save(content, file)
         peer = dist.get_global_rank(self.group, target)
@@ -53,7 +53,7 @@ class Carrier:
         file = io.BytesIO(received[0])
         tensors, states = torch.load(file, map_location=to_device, weights_only=False)
         place(block, self.device)
-        for tensor, sent in zip(_own_tensors(block), tensors, strict=True):
+        for tensor, sent in zip((*block.parameters(), *block.buffers()), tensors, strict=True):
             tensor.detach().copy_(sent)
         self.forget(block)
         for state, (optimizer, parameter) in zip(states, self._pairs(block), strict=True):
@@ -65,7 +65,7 @@ class Carrier:
         if dist.get_rank(self.group) != source:
             place(block, self.device)
         peer = dist.get_global_rank(self.group, source)
-        for tensor in _own_tensors(block):
+        for tensor in (*block.parameters(), *block.buffers()):
             data = tensor.detach().to(self.wire).contiguous()
             dist.broadcast(data, src=peer, group=self.group)
             tensor.detach().copy_(data)
@@ -97,8 +97,3 @@ def place(block: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta == is_room:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _own_tensors(block: nn.Module) -> Iterator[Tensor]:
-    yield from block.parameters()
-    yield from block.buffers()

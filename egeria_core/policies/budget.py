@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from egeria_core.policies.base import Measure, Prospect, Reading
-from egeria_core.rules import Remembered
+from egeria_core.rules import RISE, Remembered
 
 AT_REST, PATIENCE, LEAST = 0.2, 3, 15
 """A layer rests when its speed is at most so much of its own highest for so many readings in a row;
@@ -159,8 +159,6 @@ DEFAULT_BUDGET = 0.01
 """In nats this is below the deviation between two seeds of a small language model (0.014)."""
 OF_FIRST_LOSS = 0.01
 """The default budget is no more than this part of the loss at the start: losses have units."""
-RISE = 2.0
-"""A rate of so many times the one at the freeze makes the prediction void."""
 SAFETY = 2.0
 """A move must save so many times what it costs."""
 

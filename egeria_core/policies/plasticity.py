@@ -32,12 +32,7 @@ class PlasticityPolicy(Remembered):
     def __init__(
         self, window: int = 10, tolerance: float = 0.2, rule: UnfreezeRule | None = None
     ) -> None:
-        if window < 2:
-            raise ValueError(f"window must be at least 2 evaluations, got {window}")
-        if tolerance <= 0:
-            raise ValueError(f"tolerance must be positive, got {tolerance}")
-        self.window = window
-        self.tolerance = tolerance
+        self.window, self.tolerance = window, tolerance
         self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
         self.frozen = 0
         self.reason = ""

@@ -9,7 +9,7 @@ placeholders without data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -206,11 +206,6 @@ def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return copies
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 @torch.no_grad()
 def copy_weights(modules: Sequence[nn.Module]) -> Weights:
     """Return the modules' weights as they are now, on the host.
@@ -218,12 +213,13 @@ def copy_weights(modules: Sequence[nn.Module]) -> Weights:
     From an accelerator the copies are only started where it has pinned memory and streams: wait for
     a `mark` of the device before reading them.
     """
-    return [{name: to_host(tensor) for name, tensor in _tensors(module)} for module in modules]
+    named = [(*module.named_parameters(), *module.named_buffers()) for module in modules]
+    return [{name: to_host(tensor) for name, tensor in own} for own in named]
 
 
 @torch.no_grad()
 def load_weights(modules: Sequence[nn.Module], weights: Weights) -> None:
     """Write `copy_weights` back into modules of the same structure."""
     for module, values in zip(modules, weights, strict=True):
-        for name, tensor in _tensors(module):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(values[name])

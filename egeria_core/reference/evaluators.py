@@ -46,11 +46,9 @@ class _Pickler(pickle.Pickler):
     """Writes plain CPU tensors as references to buffers that travel behind the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or obj.layout is not torch.strided:
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented  # of a parameter its data comes by in turn
-        plain = obj.detach().to("cpu").contiguous()
-        if plain.is_quantized:
-            return NotImplemented
+        plain = obj.detach().cpu().contiguous()
         raw: Any = plain.reshape(-1).view(torch.uint8).numpy()
         return _rebuild, (pickle.PickleBuffer(raw), plain.dtype, tuple(plain.shape))
 

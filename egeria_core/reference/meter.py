@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ log = logging.getLogger("egeria")
 PROBE_ROWS = 32
 """Samples of the batch that are compared. SP depends on their number, so it is fixed; more rows
 steady the reading and cost the reference's forward."""
+ROOMY_ABOVE_CPUS = 4
+"""With more CPUs than these, a CPU training leaves some to an evaluator process."""
 MISSES_TO_WARN = 3
 DROPS_TO_WARN = 20
 
@@ -49,7 +52,10 @@ class ActivationMeter(Meter):
         self._costly = False
         self.bind()
         # A process takes seconds to start; the bootstrapping stage is time enough.
-        kind = self._config.evaluator_for(device_of(self._model).type)
+        kind = self._config.evaluator
+        if kind == "auto":
+            roomy = runs_late(device_of(self._model)) or (os.cpu_count() or 1) > ROOMY_ABOVE_CPUS
+            kind = "process" if roomy else "inline"
         make = ProcessEvaluator if kind == "process" else InlineEvaluator
         self._evaluator: Evaluator | None = make(self._config.reference)
 

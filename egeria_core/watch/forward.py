@@ -87,7 +87,7 @@ class ForwardTrace:
 
     def __init__(self, model: nn.Module, candidates: Iterable[str]) -> None:
         self._model, self._candidates = model, frozenset(candidates)
-        self._names: dict[int, str] = {id(m): name for name, m in model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         self.is_complete = False
         self.costs: defaultdict[str, float] = defaultdict(float)
         """Arithmetic of each module's own code."""
@@ -139,13 +139,13 @@ class ForwardTrace:
     def _look(self) -> RandomState:
         """See what the running module's own code has computed since the last look."""
         before, self._counted, opened = self._counted, self._arithmetic.total, self._recorder.open
-        name = self._name(self._recorder.calls[opened[-1]].module) if opened else ""
+        name = self._names[self._recorder.calls[opened[-1]].module] if opened else ""
         self.costs[name] += self._counted - before
         return RandomState.now()
 
     def _returned(self, module: nn.Module, output: Any) -> None:
         """See what a candidate's output was made from."""
-        name = self._name(module)
+        name = self._names[module]
         if isinstance(module, nn.RNNBase) and not self.costs[name]:
             # One operator, which nobody counts.
             rows = [x.numel() / x.shape[-1] for x in tree_leaves(output) if isinstance(x, Tensor)]
@@ -156,14 +156,11 @@ class ForwardTrace:
             # Nodes seen for an earlier boundary are skipped: each boundary lists what it adds.
             self._parameters.setdefault(name, []).extend(leaves_behind(output, self._seen))
 
-    def _name(self, module: nn.Module) -> str:
-        return self._names[id(module)]
-
     @property
     def order(self) -> dict[str, int]:
         """Position of the last return of each module that has run."""
         calls = self._recorder.calls if self.is_complete else ()
-        return {self._name(call.module): call.end for call in calls if call.end >= 0}
+        return {self._names[call.module]: call.end for call in calls if call.end >= 0}
 
     def before(self, boundary: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the modules that had been called when `boundary` last returned, but those around
@@ -171,13 +168,13 @@ class ForwardTrace:
         """
         calls, at = self._recorder.calls, self.order[boundary]
         last = next(call for call in calls if call.end == at)
-        begun = dict.fromkeys(self._name(call.module) for call in calls[: last.num_begun])
+        begun = dict.fromkeys(self._names[call.module] for call in calls[: last.num_begun])
         modules = tuple(name for name in begun if not boundary.startswith(name + "."))
         first = next(i for i, call in enumerate(calls) if call.module is last.module)
         drew = {calls[i].module for i in self._recorder.drew if i >= 0}
-        drawing = {self._name(module) for module in drew if module.training}
+        drawing = {self._names[module] for module in drew if module.training}
         holders = self._recorder.drawing_around(first, self._model)
-        around = tuple(self._name(module) for module in holders if module.training)
+        around = tuple(self._names[module] for module in holders if module.training)
         return modules, around, (*(name for name in modules if name in drawing), *around)
 
     def parameters_before(self, boundary: str) -> list[Tensor]:

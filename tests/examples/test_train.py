@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import train
 
+from egeria_core import Bootstrap
 from tests.helpers import published
 
 ROOT = Path(train.__file__).parents[1]
@@ -21,7 +23,7 @@ TASK = "image-classification"
 def moves_pay(monkeypatch):
     """So short a run is not worth a move, and hardly learns."""
     monkeypatch.setattr("egeria_core.savings.Savings.weigh", lambda *asked: None)
-    monkeypatch.setattr("egeria_core.rules.Bootstrap._has_fallen", lambda self, smooth: True)
+    monkeypatch.setattr("egeria_core.config.Bootstrap", partial(Bootstrap, fall=None))
 
 
 def arguments(data, output, *more):
@@ -42,9 +44,10 @@ def test_a_killed_run_goes_on_to_the_same_losses(tmp_path):
     killed = arguments(data, tmp_path / "parts")
     script = (
         "import os, signal, sys, torch, train, training.log\n"
-        "import egeria_core.rules, egeria_core.savings\n"
+        "import functools, egeria_core.config, egeria_core.savings\n"
         "egeria_core.savings.Savings.weigh = lambda *asked: None\n"
-        "egeria_core.rules.Bootstrap._has_fallen = lambda self, smooth: True\n"
+        "made = functools.partial(egeria_core.config.Bootstrap, fall=None)\n"
+        "egeria_core.config.Bootstrap = made\n"
         "torch.set_num_threads(1)\n"
         "add_loss = training.log.RunLog.add_loss\n"
         "def dying(self, step, loss):\n"
