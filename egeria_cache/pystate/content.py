@@ -80,13 +80,14 @@ class Content:
         self._add("", value, depth)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
+        is_far = depth == 0 or id(value) in self._around or len(self.texts) > _MAX_TEXTS
         if isinstance(value, _SIMPLE):
             self.texts[path] = _simple(value)
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(path, value)
         elif isinstance(value, weakref.ref):
             self._add(path, value(), depth)
-        elif isinstance(value, (type, *_BY_NAME)) or self._is_far(value, depth):
+        elif is_far or isinstance(value, (type, *_BY_NAME)):
             self.is_all = False
             is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")
             kind = value if isinstance(value, type) else type(value)
@@ -96,9 +97,6 @@ class Content:
             self._around.add(id(value))
             self._add_parts(path, value, depth - 1)
             self._around.discard(id(value))
-
-    def _is_far(self, value: Any, depth: int) -> bool:
-        return depth == 0 or id(value) in self._around or len(self.texts) > _MAX_TEXTS
 
     def _add_array(self, path: str, value: Any) -> None:
         self.arrays.add(path)

@@ -38,13 +38,11 @@ from torch.utils.hooks import RemovableHandle
 from egeria_cache.device import FOREIGN_PACKAGES
 from egeria_cache.kinds import LIBRARIES, is_installed, once_per_class
 
-ATOMS: frozenset[type] = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, range, slice, type, ModuleType,
-        type(Ellipsis), type(NotImplemented), torch.dtype, torch.device, torch.Size, torch.layout,
-        torch.memory_format, CodeType, FrameType, property, classmethod, staticmethod,
-    }
-)  # fmt: skip
+ATOMS: frozenset[type] = frozenset((
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, ModuleType,
+    type(Ellipsis), type(NotImplemented), torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format, CodeType, FrameType, property, classmethod, staticmethod,
+))  # fmt: skip
 """Kinds of values that nobody can change."""
 
 _CLASSES = (
@@ -53,33 +51,28 @@ _CLASSES = (
     Dataset, DataLoader, Sampler, Optimizer, LRScheduler,
     torch.jit.ScriptFunction, np.generic, np.dtype,
 )  # fmt: skip
-_ROOTS = frozenset(
-    {
-        "_thread", "accelerate", "concurrent", "datetime", "decimal", "deepspeed",
-        "egeria_bench", "egeria_cache", "egeria_core", "fractions", "h5py", "lightning",
-        "lightning_fabric", "lmdb", "logging", "mlflow", "mmap", "multiprocessing", "pathlib",
-        "pytorch_lightning", "ray", "re", "select", "socket", "sqlite3", "subprocess", "tempfile",
-        "tensorboard", "tensorboardX", "wandb", "zmq",
-    }
-)  # fmt: skip
-_PACKAGES = (
-    "asyncio.base_", "asyncio.events", "asyncio.futures", "asyncio.tasks", "asyncio.unix_",
-    "asyncio.windows_", "torch._C", "torch._dynamo", "torch.distributed", "torch.optim",
-    "torch.utils.data", "torch.utils.tensorboard", *FOREIGN_PACKAGES,
-)  # fmt: skip
+_WORLDS = *FOREIGN_PACKAGES, *(f"{name}." for name in (
+    "_thread", "accelerate", "asyncio.base_events", "asyncio.base_futures",
+    "asyncio.base_subprocess", "asyncio.base_tasks", "asyncio.events", "asyncio.futures",
+    "asyncio.tasks", "asyncio.unix_events", "asyncio.windows_events", "asyncio.windows_utils",
+    "concurrent", "datetime", "decimal", "deepspeed", "egeria_bench", "egeria_cache", "egeria_core",
+    "fractions",
+    "h5py", "lightning", "lightning_fabric", "lmdb", "logging", "mlflow", "mmap", "multiprocessing",
+    "pathlib", "pytorch_lightning", "ray", "re", "select", "socket", "sqlite3", "subprocess",
+    "tempfile", "tensorboard", "tensorboardX", "torch._C", "torch._dynamo", "torch.distributed",
+    "torch.optim", "torch.utils.data", "torch.utils.tensorboard", "wandb", "zmq",
+))  # fmt: skip
 CODE_KINDS = (types.FunctionType, type, property, staticmethod, classmethod)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 """Memory that other processes may write to."""
 MEMORY = (array.array, bytearray, *_SHARED)
 """Memory made in C that can be copied."""
-_OUTSIDE = frozenset(
-    f"multiprocessing.{name}"
-    for name in ("sharedctypes", "queues", "connection", "managers", "shared_memory")
-) | {
-    "sqlite3", "socket", "_queue", "_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha3", "zlib",
-    "_bz2", "_csv", "_elementtree", "_lzma", "_pickle", "_sre", "numpy.random.bit_generator",
-    "pyexpat",
+_OUTSIDE = {
+    "_bz2", "_blake2", "_csv", "_elementtree", "_hashlib", "_lzma", "_md5", "_pickle", "_queue",
+    "_sha1", "_sha2", "_sha3", "_sre", "multiprocessing.connection", "multiprocessing.managers",
+    "multiprocessing.queues", "multiprocessing.sharedctypes", "multiprocessing.shared_memory",
+    "numpy.random.bit_generator", "pyexpat", "socket", "sqlite3", "zlib",
 }  # fmt: skip
 """Python modules whose objects lead out of the process, are shared with others, or keep in C what
 they were given.
@@ -144,8 +137,7 @@ def is_foreign(value: Any) -> bool:
     cls = type(value)
     if isinstance(value, _CLASSES) or any(value is single for single in SINGLES):
         return True
-    name = cls.__module__
-    if name.partition(".")[0] in _ROOTS or name.startswith(_PACKAGES):
+    if f"{cls.__module__}.".startswith(_WORLDS):
         return cls.__name__ != "Generator"
     return _has_finaliser(cls)
 

@@ -86,8 +86,7 @@ class Place:
         raise NotImplementedError
 
     def write(self, where: Any, kept: Any) -> None:
-        """Have `where` hold that."""
-        raise NotImplementedError
+        """Have `where` hold that, if it can be put back."""
 
 
 class Named(Place):
@@ -268,9 +267,6 @@ class Sketch(Place):
                     plain.append(part if type(part) in ATOMS else _anew(part))
             return tuple(plain), held
         return None
-
-    def write(self, where: Any, kept: Any) -> None:
-        """Leave it."""
 
 
 def _anew(part: Any) -> str:

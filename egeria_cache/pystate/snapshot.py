@@ -52,7 +52,8 @@ class Snapshot:
         self._left = reach.max_bytes
         self.places: list[Place] = []
         self._kept: list[Any] = []
-        self._alive: dict[int, Any] = {}
+        self.alive: dict[int, Any] = {}
+        """All that was looked at, by id."""
         self.used_up: str | None = None
         """Name of an iterator that `runs_out`: nobody can put it back."""
         pending = deque(roots)
@@ -67,14 +68,14 @@ class Snapshot:
     def _walk(self, pending: deque[tuple[str, Any]]) -> None:
         """Look through all that can be reached, the near first."""
         kinds: set[type] = {dict, list, tuple, set, frozenset}
-        while pending and len(self._alive) < self._reach.max_objects:
+        while pending and len(self.alive) < self._reach.max_objects:
             path, value = pending.popleft()
             if type(value) in ATOMS and not isinstance(value, objects.CODE_KINDS):
                 continue
-            if id(value) in self._alive:
+            if id(value) in self.alive:
                 self._again(path, value)
                 continue
-            self._alive[id(value)] = value
+            self.alive[id(value)] = value
             if self._is_mute(value):
                 continue
             if self._reach.follows_code and type(value) not in kinds:
@@ -90,11 +91,6 @@ class Snapshot:
 
     def _again(self, path: str, value: Any) -> None:
         """Something is held by another thing, too."""
-
-    @property
-    def objects(self) -> Iterable[Any]:
-        """All that was looked at."""
-        return self._alive.values()
 
     def put_back(self, *, copies: bool = False) -> None:
         """Have them be like that again; as often as need be.

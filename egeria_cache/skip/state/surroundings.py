@@ -88,7 +88,7 @@ class Surroundings:
             )
         seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
         self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
-        functions = (one for one in seen.objects if isinstance(one, FunctionType))
+        functions = (one for one in seen.alive.values() if isinstance(one, FunctionType))
         self._functions = list(filter(_is_watched, functions))
 
     def now(self) -> World:
