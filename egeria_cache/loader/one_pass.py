@@ -48,8 +48,6 @@ class Pass:
         batches: Iterator[Any],
         base: torch.Generator,
     ) -> None:
-        self._gathers = False
-        """Whether what is stored may wait to be written with more."""
         self._loader = loader
         loader._passes.add(self)
         # Not the loader's: one that is given back has none.
@@ -102,14 +100,9 @@ class Pass:
         self._end()
 
     def _end(self) -> None:
-        self._gather(False)
+        if self._cache is not None:
+            self._cache.gather(False)
         self._source.end_pass()
-
-    def _gather(self, gathers: bool) -> None:
-        """Tell the cache whether the next look-ups are far, or those of the next pass come soon."""
-        if self._gathers != gathers and self._cache is not None:
-            self._gathers = gathers
-            self._cache.gather(gathers)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
@@ -168,8 +161,8 @@ class Pass:
         self._source.samples.drawn |= loaded.drawn  # what workers saw
         self._source.samples.company = loaded.company or self._source.samples.company
         plan = self._planner.take(loaded.number)
-        if self._gathers != self._planner.is_midway:
-            self._gather(not self._gathers)
+        if self._cache is not None:  # whether the next look-ups are far
+            self._cache.gather(self._planner.is_midway)
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and self._cache is not None and not self._cache.is_beside(self._source):
             with self._beside():

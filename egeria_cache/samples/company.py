@@ -53,8 +53,7 @@ class Company:
     def compared(self, number: int, seconds: float) -> None:
         """Note what it has taken to compare so many."""
         self.spent_s += seconds
-        if number:
-            self._each_s += (seconds / number - self._each_s) * (0.2 if self._each_s else 1.0)
+        self._each_s += (seconds / number - self._each_s) * (0.2 if self._each_s else 1.0)
 
     def ask_samples(self, axes: Sequence[Axis], samples: Sequence[Any]) -> Told:
         """Return what parts of some samples tell of their lengths, before they are collated."""

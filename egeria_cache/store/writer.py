@@ -139,6 +139,8 @@ class Writer:
 
     def gather(self, gathers: bool) -> None:
         """Wait for groups, or no more: what is queued is committed now, in its turn."""
+        if self._gathers == gathers:
+            return
         with self._changed:
             self._gathers, self._hurries = gathers, self._hurries or not gathers
             self._changed.notify_all()
