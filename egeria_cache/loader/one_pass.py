@@ -161,28 +161,28 @@ class Pass:
         self._source.samples.drawn |= loaded.drawn  # what workers saw
         self._source.samples.company = loaded.company or self._source.samples.company
         plan = self._planner.take(loaded.number)
-        if self._cache is not None:  # whether the next look-ups are far
-            self._cache.gather(self._planner.is_midway)
+        if (cache := self._cache) is None:
+            self._progress.count()
+            return loaded.data
+        cache.gather(self._planner.is_midway)  # whether the next look-ups are far
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
-        if is_due and self._cache is not None and not self._cache.is_beside(self._source):
+        if is_due and not cache.is_beside(self._source):
             with self._beside():
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
-        batch = loaded.data
-        if self._cache is not None:
-            batch = self._assembly.assemble(plan, loaded)
+        batch = self._assembly.assemble(plan, loaded)
         self._progress.count()
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
-            self._num_calls = 0 if self._cache is None else self._cache.counters.num_calls
+            self._num_calls = cache.counters.num_calls
         self._steps.append(plan)
-        if plan.entry is None and self._cache is not None:
-            self._cache.policy.unnoted_s += time.perf_counter() - asked + loads
-        if self._times_loading and self._cache is not None:
+        if plan.entry is None:
+            cache.policy.unnoted_s += time.perf_counter() - asked + loads
+        if self._times_loading:
             # What a batch cost without it, as far as it wants to know.
-            self._cache.policy.schedules[self._source.key].loads.append(loaded.load_s)
-            self._times_loading = self._cache.policy.wants_timing(self._source.key)
+            cache.policy.schedules[self._source.key].loads.append(loaded.load_s)
+            self._times_loading = cache.policy.wants_timing(self._source.key)
         return batch
 
     def _load_here(self) -> Loaded | None:
