@@ -693,7 +693,7 @@ class SkipEngine:
     def _front(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Front:
         """Tell what runs before the last frozen module returns."""
         steps, around = self._dry_run(self.frozen, Invocation.of(args, kwargs)).discover()
-        return list(dict.fromkeys(step.module for step in steps)), around
+        return list({id(step.module): step.module for step in steps}.values()), around
 
     def _dry_run(self, boundary: str | None, call: Invocation) -> DryRun:
         assert boundary is not None
