@@ -27,8 +27,6 @@ _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "
     "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
 )
-_MAX_SHOWN = 120
-"""Characters of where a data set differs."""
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
 LOCKED_AHEAD = 4
@@ -211,7 +209,7 @@ class EngineCallbacks:
         ids, draws = [*compress(batch.ids, mask)], source.stored_as(batch.draws[mask])
         # Those that hits leave were looked up when the batch was planned.
         is_missing = entry is not None and entry.cut is cut and rows is not None
-        if not view.alive or not (is_missing or not view.contains(ids, draws).all()):
+        if not is_missing and view.contains(ids, draws).all():
             return
         kept = _kept(view, batch, mask)
         if changed := [path for path, values in kept.items() if values is None]:
@@ -331,8 +329,7 @@ class EngineCallbacks:
         if give_up:
             self.leave_uncached(loader_name, f"{give_up} ({what})", unlink=unlink)
             return
-        what = what if len(what) <= _MAX_SHOWN else f"{what[:_MAX_SHOWN]}..."
-        text = f"the data set is another one ({what}): what was stored of it is not served"
+        text = f"the data set is another one ({what:.120}): what was stored of it is not served"
         level = logging.WARNING if self._counts.why_not is None else logging.INFO
         self._counts.why_not = text
         log.log(level, "loader %r: %s", shown_name(loader_name), text)

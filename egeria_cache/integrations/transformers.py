@@ -44,7 +44,7 @@ class EgeriaTrainerMixin:
         self.controller: Any = controller if hasattr(controller, "step") else None
         self._make_controller: Any = None if self.controller is not None else controller
         self._train_loader: Any = None
-        self._step_loss: torch.Tensor | None = None
+        self._step_loss: Any = 0.0
         self._logged_boundary: str | None = None
         super().__init__(*args, **more)
         self.add_callback(_Tells(self))  # type: ignore[attr-defined]
@@ -59,8 +59,7 @@ class EgeriaTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """Return Trainer's loader, served from the cache."""
-        prepared = super().get_train_dataloader()  # type: ignore[misc]
-        self._train_loader = self._cached(prepared, "train")
+        self._train_loader = self._cached(super().get_train_dataloader(), "train")  # type: ignore[misc]
         return self._train_loader
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
@@ -76,9 +75,7 @@ class EgeriaTrainerMixin:
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; the loss of an optimizer step is the sum over its batches."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if self.controller is not None:
-            step_loss = loss.detach()
-            self._step_loss = step_loss if self._step_loss is None else self._step_loss + step_loss
+        self._step_loss = self._step_loss + loss.detach()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -125,10 +122,9 @@ class _Tells(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        if trainer.controller is not None and trainer._step_loss is not None:
-            trainer.controller.step(trainer._step_loss)
-        trainer._step_loss = None
+        if self._trainer.controller is not None:
+            self._trainer.controller.step(self._trainer._step_loss)
+        self._trainer._step_loss = 0.0
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = self._trainer
