@@ -159,9 +159,9 @@ class PlannedEntry:
 
     def _given(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy rows that came with their batch, among the training step's own work."""
-        view = self.view
-        wanted = {name: view.cut.devices.get(name, view.device) for name in rows}
-        return self._widened({name: uploaded(rows[name], wanted[name]) for name in rows})
+        devices, device = self.view.cut.devices, self.view.device
+        there = {name: uploaded(rows[name], devices.get(name, device)) for name in rows}
+        return self._widened(there)
 
     @property
     def longest(self) -> tuple[int, ...] | None:
