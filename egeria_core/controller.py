@@ -25,22 +25,11 @@ from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
 from egeria_core.reference import ActivationMeter
 from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
 from egeria_core.savings import MoveCost, Savings, Schedule
-from egeria_core.watch import (
-    LayerMap,
-    Meter,
-    MovementMeter,
-    Prefix,
-    Watched,
-    can_be_read,
-)
+from egeria_core.watch import LayerMap, Meter, MovementMeter, Watched, can_be_read
 
 log = logging.getLogger("egeria")
 
-METERS = {
-    "nothing": Meter,
-    "plasticity": ActivationMeter,
-    "movement": MovementMeter,
-}
+METERS = {"nothing": Meter, "plasticity": ActivationMeter, "movement": MovementMeter}
 """By what a policy measures; what measures in its own way makes its meter itself."""
 
 
@@ -396,7 +385,7 @@ class FreezeController:
         """
         boundary = self._map.boundaries[frozen - 1]
         prefix, module = self._map.prefix(boundary), self.model.get_submodule
-        self._warn_of_tied(boundary, prefix)
+        self._warn_of_tied(boundary)
         for parameter in map(self.model.get_parameter, prefix.parameters):
             if parameter.requires_grad:
                 self._frozen.append(parameter)
@@ -411,8 +400,9 @@ class FreezeController:
         self._frozen.clear()
         self._prefix.release()
 
-    def _warn_of_tied(self, boundary: str, prefix: Prefix) -> None:
+    def _warn_of_tied(self, boundary: str) -> None:
         """Say once which active weights stop training because they are tied to frozen ones."""
+        prefix = self._map.prefix(boundary)
         mine = {id(self.model.get_parameter(name)): name for name in prefix.parameters}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             pair = mine.get(id(parameter), name), name

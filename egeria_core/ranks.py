@@ -190,11 +190,6 @@ def global_sums(sums: Tensor, like: Tensor) -> Tensor:
     return sums
 
 
-def _inside(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules with all below them, each once."""
-    return list({id(m): m for top in modules for m in top.modules()}.values())
-
-
 def _places(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
     """Return where the modules' own sharded parameters stand: (dict, name, parameter)."""
     return [
@@ -208,7 +203,7 @@ def _places(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any
 @contextmanager
 def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules have their whole parameters inside the block; called by all ranks."""
-    places = _places(_inside(modules))
+    places = _places(nn.ModuleList(modules).modules())
     try:
         with torch.no_grad():
             for slot, key, parameter in places:
@@ -226,8 +221,8 @@ def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
     So that they can be copied: a copy must not copy what other people hung on them. Parameters that
     are still sharded have their whole shape there, and no values. Local.
     """
-    inside = _inside(modules)
-    units = set(map(id, _units(nn.ModuleList(inside))))
+    holder = nn.ModuleList(modules)
+    inside, units = [*holder.modules()][1:], set(map(id, _units(holder)))
     contract = sys.modules.get("torch.distributed._composable.contract")
     marks = [] if contract is None else [contract.STATE_KEY, contract.REGISTRY_KEY]
     hooks = _HOOKS | (_STATE_DICT_HOOKS if units else set())

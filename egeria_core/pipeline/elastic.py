@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,10 +104,7 @@ class ElasticPipeline:
             optimizers = [optimizers]
         self.optimizers = tuple(optimizers)
         self.on_freeze: OnFreeze = on_freeze
-        everyone = dist.group.WORLD if group is None else group
-        if everyone is None:
-            raise ValueError("torch.distributed is not initialised: run under torchrun")
-        self.group: dist.ProcessGroup = everyone
+        self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self.group)
         """This rank in the group."""
         first = next((p for p in self.model.parameters() if not p.is_meta), torch.empty(0))
@@ -204,14 +201,9 @@ class ElasticPipeline:
         Returns:
             The norm before, on every rank.
         """
-        own = [
-            parameter
-            for block, home in zip(self._blocks, self.plan.homes, strict=True)
-            if home == self.rank
-            for parameter in block.parameters()
-        ]
-        gradients = [parameter.grad for parameter in own if parameter.grad is not None]
-        square = nn.utils.get_total_norm(gradients).square().to(self.wire)
+        own = [p for p in self.model.parameters() if p.grad is not None]
+        square = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]).square()
+        square = square.to(self.wire)
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt().to(self.device)
         nn.utils.clip_grads_with_norm_(own, max_norm, norm)

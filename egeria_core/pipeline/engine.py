@@ -206,8 +206,7 @@ def _kind(tree: Any) -> tuple[int, int]:
 class _Stage(PipelineStage):
     """A stage that learns its shapes without a trace."""
 
-    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        assert isinstance(module, StageModule)
+    def _compute_outputs(self, *args: Any, module: Any, **kwargs: Any) -> Any:
         return module.study(*args)
 
 

@@ -8,12 +8,11 @@ by the plan that follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
-from egeria_cache import BoundaryMoved, EgeriaError
+from egeria_cache import EgeriaError
 from egeria_core.controller import FreezeController
 from egeria_core.history import Verdict
 from egeria_core.pipeline.elastic import ElasticPipeline
@@ -28,27 +27,20 @@ class PipelineController(FreezeController):
     Args:
         pipeline: Made on every rank, like this.
         policy: As for `FreezeController`.
-        listeners: Called with every `BoundaryMoved`, when the pipeline has followed.
-        options: As for `FreezeController`, except for `layers`, which are the blocks.
+        options: As for `FreezeController`, except for `layers`, which are the blocks. Listeners are
+            called when the pipeline has followed.
 
     Call `step(loss)` on every rank after each `optimizer.step()`, with what `pipeline.step` gave.
     Learning rates must be the same on all ranks.
     """
 
     def __init__(
-        self,
-        pipeline: ElasticPipeline,
-        policy: str | Policy | None = None,
-        *,
-        listeners: Iterable[Callable[[BoundaryMoved], None]] = (),
-        **options: Any,
+        self, pipeline: ElasticPipeline, policy: str | Policy | None = None, **options: Any
     ) -> None:
-        if "layers" in options:
-            raise ValueError("the layers of a pipeline are its blocks; cut these otherwise instead")
         self.pipeline = pipeline
-        super().__init__(
-            pipeline.model, pipeline.optimizers[0], None, policy, listeners=listeners, **options
-        )
+        names = [name for name, _ in pipeline.model.named_children()]
+        optimizer = pipeline.optimizers[0]
+        super().__init__(pipeline.model, optimizer, None, policy, layers=names, **options)
         # What freezing the first k layers saves is told by the plans that follow it.
         times = []
         for frozen in range(len(self.layers)):
@@ -57,8 +49,7 @@ class PipelineController(FreezeController):
         self._savings.saves = [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:
-        names = [name for name, _ in self.model.named_children()]
-        layers = LayerMap(self.model, names, self.config.num_layers)
+        layers = super()._make_map()
         layers.settle()
         return layers
 

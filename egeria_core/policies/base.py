@@ -127,8 +127,4 @@ class StaticPolicy(Remembered):
 
     def observe(self, reading: Reading) -> int:
         """Return what the schedule says for the next forward."""
-        frozen = 0
-        for step, count in self._moves:
-            if step <= reading.step:
-                frozen = count
-        return frozen
+        return next((k for step, k in reversed(self._moves) if step <= reading.step), 0)

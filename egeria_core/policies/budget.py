@@ -149,8 +149,6 @@ class HarmEstimate(Remembered):
             steps: Optimizer steps left.
             every: Optimizer steps between two readings.
         """
-        if len(self._movements) < 2:
-            return math.inf
         before, last = self._window()[-2:]
         return (last.rate - before.rate) / every * steps
 

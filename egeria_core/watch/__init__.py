@@ -5,7 +5,7 @@ feeds them. A meter (`meters`) turns training steps into verdicts for a policy, 
 layer's weights move. Owns hooks on the model and the optimizer; freezes and decides nothing.
 """
 
-from egeria_core.watch.forward import Hook, LayerMap, Prefix
+from egeria_core.watch.forward import Hook, LayerMap
 from egeria_core.watch.layers import Layer, LayerError, find_layers
 from egeria_core.watch.meters import Meter, MovementMeter, Watched, can_be_read
 
@@ -16,7 +16,6 @@ __all__ = [
     "LayerMap",
     "Meter",
     "MovementMeter",
-    "Prefix",
     "Watched",
     "can_be_read",
     "find_layers",
