@@ -53,10 +53,6 @@ class MemoryHost:
     def audited(self, batch: Batch, entry: object) -> None:
         """Audit nothing."""
 
-    def may_audit(self, batch: Batch, rows: np.ndarray) -> bool:
-        """Not called: nothing is audited."""
-        return True
-
     def audit_leaves(self, batch: Batch, rows: np.ndarray, loaded: object) -> bool:
         """Not called: nothing is audited."""
         return True
