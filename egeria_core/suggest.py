@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +47,6 @@ class Suggestion:
     boundary: str | None
     """The deepest boundary whose harm is within the budget; or None."""
     harm_budget: float
-    seconds: float
-    """What all of it took."""
 
     def policy(self) -> StaticPolicy:
         """Return a controller's policy that freezes the suggested front from the first step on."""
@@ -60,7 +57,7 @@ class Suggestion:
         lines = as_text({trial.boundary: str(trial) for trial in self.trials})
         what = "nothing" if self.boundary is None else f"up to {self.boundary}"
         told = f"freeze {what} from the start, with a harm of at most {self.harm_budget:g}"
-        return f"{lines}\n{told} (asked in {self.seconds:.0f} s)".lstrip()
+        return f"{lines}\n{told}".lstrip()
 
 
 def suggest_boundary(
@@ -91,7 +88,7 @@ def suggest_boundary(
     Raises:
         ValueError: `fully_shard` has cut the model, or `train` makes no controller with its policy.
     """
-    model, started = unwrap(model)[0], time.perf_counter()
+    model, _ = unwrap(model)
     if any(map(is_sharded, model.parameters())):
         raise ValueError("fully_shard has cut the model over ranks, so it cannot be copied")
     generators, log = RandomState.now(), logging.getLogger("egeria")
@@ -125,5 +122,4 @@ def suggest_boundary(
         trials=tuple(trials),
         boundary=allowed[-1] if allowed else None,
         harm_budget=harm_budget,
-        seconds=time.perf_counter() - started,
     )

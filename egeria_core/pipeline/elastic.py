@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
-from egeria_core.pipeline.engine import Engine, check_torch
+from egeria_core.pipeline.engine import Engine, LossFunction, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.transfer import Carrier, place
 from egeria_core.ranks import wire_of
@@ -83,7 +83,7 @@ class ElasticPipeline:
         self,
         blocks: Sequence[nn.Module] | nn.Sequential,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        loss_function: Callable[[Any, Any], Tensor],
+        loss_function: LossFunction,
         *,
         microbatches: int,
         schedule: str = "1F1B",
@@ -160,9 +160,7 @@ class ElasticPipeline:
         """
         return self._run(inputs, targets, None)
 
-    def evaluate(
-        self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None = None
-    ) -> Tensor:
+    def evaluate(self, inputs: Any, targets: Any, measure: LossFunction | None = None) -> Tensor:
         """Run the forward of one batch, without gradients.
 
         Args:
@@ -176,9 +174,7 @@ class ElasticPipeline:
         """
         return self._run(inputs, targets, measure or self._loss_function)
 
-    def _run(
-        self, inputs: Any, targets: Any, measure: Callable[[Any, Any], Tensor] | None
-    ) -> Tensor:
+    def _run(self, inputs: Any, targets: Any, measure: LossFunction | None) -> Tensor:
         if self._expected != self.plan.frozen:
             raise EgeriaError(
                 f"the state that was loaded has {self._expected} frozen blocks: load the "

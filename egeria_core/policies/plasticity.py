@@ -60,12 +60,8 @@ class PlasticityPolicy(Remembered):
             return 0
         # The last layer is never frozen, and a reading of a layer that has meanwhile moved
         # behind or ahead of the front says nothing about the front.
-        if (
-            reading.value is None
-            or not math.isfinite(reading.value)
-            or reading.layer != self.frozen
-            or self.frozen >= reading.num_layers - 1
-        ):
+        is_front = reading.layer == self.frozen < reading.num_layers - 1
+        if not is_front or reading.value is None or not math.isfinite(reading.value):
             return self.frozen
         self._stale = self._stale + 1 if self._is_stale(reading.value) else 0
         if self._stale >= self.window:

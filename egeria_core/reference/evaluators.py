@@ -32,8 +32,6 @@ from egeria_core.reference.references import EvaluatorError, InputItem, Referenc
 
 QUEUE_LENGTH = 2
 """Evaluations that may wait. More would be read too late to be of use."""
-CPU_SHARE = 4
-"""A quarter of the machine's CPUs are its own."""
 
 
 def _rebuild(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -124,11 +122,10 @@ class ProcessEvaluator:
     """
 
     def __init__(self, kind: ReferenceKind) -> None:
-        threads = max(1, (os.cpu_count() or 1) // CPU_SHARE)
         main_path = str(getattr(sys.modules["__main__"], "__file__", "") or "")
         self._pipe, theirs = Pipe()
         fd = theirs.fileno()
-        arguments = [str(fd), kind, str(threads), main_path]
+        arguments = [str(fd), kind, main_path]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "egeria_core.reference.worker", *arguments],
             pass_fds=[fd],

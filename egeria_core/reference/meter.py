@@ -101,14 +101,10 @@ class ActivationMeter(Meter):
             modules, device = self._modules(probe), device_of(self._model)
             if runs_late(device):
                 probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
-            weights = copy_weights(modules)
-            structure = self._structure(modules) if new else None
-            self._submit(
-                InputItem(
-                    step, frozen, probe, judge, refresh, weights, structure, self.distance,
-                    mark(device),
-                )
-            )  # fmt: skip
+            item = InputItem(step, frozen, probe, judge, refresh, copy_weights(modules))
+            item.modules = self._structure(modules) if new else None
+            item.distance, item.ready = self.distance, mark(device)
+            self._submit(item)
 
     def _modules(self, probe: Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]

@@ -21,6 +21,9 @@ from egeria_core.config import ReferenceKind
 from egeria_core.reference.evaluators import receive
 from egeria_core.reference.references import ReferenceRunner
 
+CPU_SHARE = 4
+"""A quarter of the machine's CPUs are its own."""
+
 
 class MainModule(ModuleType):
     """Stands for the training script's `__main__`, which is not run unless a model needs a class.
@@ -67,7 +70,7 @@ def serve(pipe: Connection, kind: ReferenceKind) -> None:
 
 def main(argv: list[str]) -> int:
     """Serve on the file descriptor given; see `ProcessEvaluator`."""
-    fd, kind, threads, main_path = argv
+    fd, kind, main_path = argv
     # It is the first to yield the CPU, and the first that the kernel kills when memory is short.
     with suppress(OSError):
         os.nice(19)
@@ -75,7 +78,7 @@ def main(argv: list[str]) -> int:
         if os.getsid(0) == os.getpid():
             # Where sessions share the CPU evenly, it is the session's niceness that counts.
             Path("/proc/self/autogroup").write_text("19")
-    torch.set_num_threads(int(threads))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // CPU_SHARE))
     sys.modules["__main__"] = MainModule(main_path)
     serve(Connection(int(fd)), cast(ReferenceKind, kind))
     return 0

@@ -122,9 +122,7 @@ class ForwardTrace:
             self._watching.enter_context(intercept(inner, self._called))
             self._recorder.begin()
 
-    def _called(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
+    def _called(self, module: nn.Module, original: Any, *args: Any, **kw: Any) -> Any:
         if not torch.is_grad_enabled():  # a teacher's, an average's
             return original(*args, **kw)
         return self._recorder(module, original, *args, **kw)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -144,9 +144,7 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _count(
-    model: nn.Module, names: Iterable[str], costs: Mapping[str, float] | None
-) -> list[Layer]:
+def _count(model: nn.Module, names: list[str], costs: Mapping[str, float] | None) -> list[Layer]:
     """Return a layer per module; a parameter shared by several counts for the first."""
     seen: set[int] = set()
     layers = []

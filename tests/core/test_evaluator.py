@@ -126,7 +126,7 @@ def test_the_process_leaves_when_its_parent_is_gone() -> None:
     """The kernel closes a dead parent's end of the pipe; closing ours looks the same."""
     ours, theirs = Pipe()
     fd = theirs.fileno()
-    command = [sys.executable, "-m", "egeria_core.reference.worker", str(fd), "fp32", "1", ""]
+    command = [sys.executable, "-m", "egeria_core.reference.worker", str(fd), "fp32", ""]
     worker = subprocess.Popen(command, pass_fds=[fd])
     ours.close()
     theirs.close()
