@@ -66,7 +66,7 @@ class Portrait(Snapshot):
         thorough: Read all of long arrays and lists, as a comparison with another process needs, and
             keep nothing. A quick portrait is a snapshot: as long as it `has_moved` not, another
             portrait would be the same, except for what a glance passes over (see `is_whole`); it
-            holds within this process only, unless it `tells_all`.
+            holds within this process only.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, thorough: bool = True) -> None:
@@ -96,15 +96,13 @@ class Portrait(Snapshot):
         self._data_sets: list[tuple[str, Any]] = []
         self._within_reach: dict[int, bool] = {}
         """Whether what has this id was reached by way of code, and belongs to no data set."""
-        self._is_told = self._was_brief = False
+        self._is_told = False
         for name, value in roots.items():
             if not self._is_noted(name, value):
                 self._within_reach[id(value)] = name != "data set"
                 self._walk(pending := deque([(name, value)]))
                 self.is_whole &= not pending
         self._doubt_unnamed()
-        self.tells_all = thorough or (self.is_whole and not self._was_brief)
-        """Whether a thorough one would have the same prints."""
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
@@ -256,9 +254,7 @@ class Portrait(Snapshot):
                 yield f"{path}[{name}]", item
 
     def _is_brief(self, value: Any) -> bool:
-        is_brief = not self._is_thorough and content.is_long(value)
-        self._was_brief |= is_brief
-        return is_brief
+        return not self._is_thorough and content.is_long(value)
 
     def _spend(self, value: Any, num_bytes: int) -> int:
         """Return how many bytes of a tensor or an array of so many may be read."""

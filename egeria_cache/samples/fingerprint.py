@@ -207,7 +207,7 @@ class Fingerprint:
         is_due = not sees_all and (self._free_s[midway] > 0 or started >= self._next_full)
         if not is_due and not (has_moved and self._surely(seen, quick)):
             return None
-        full = self._full(quick)
+        full = Portrait(self._roots)
         if surely := self._surely(before, full):
             return surely[0]
         moved = before.differences(full, self._shown.moved) if is_due else []
@@ -225,9 +225,6 @@ class Fingerprint:
         """Return what is another, and decides samples whatever those that are known show."""
         found = before.differences(now, self._shown.moved | before.doubtful | now.doubtful)
         return found or [*self._shown.read.intersection(before.differences(now, set()))]
-
-    def _full(self, quick: Portrait) -> Portrait:
-        return quick if quick.tells_all else Portrait(self._roots)
 
     def _gives_others(self) -> bool:
         """Load the samples that are known again, and collate them."""
@@ -259,7 +256,7 @@ class Fingerprint:
     def _take(self) -> str:
         length, digest = len(self._dataset), xxhash.xxh3_128()
         self._glance = Portrait(self._roots, thorough=False)
-        self._portraits = self._glance, self._full(self._glance)
+        self._portraits = self._glance, Portrait(self._roots)
         self._prints, self._seen, self._shown = {}, None, Look([], None)
         own = any(path.endswith("data set.fingerprint") for path in self._portraits[1].prints)
         doubtful = self._portraits[1].doubtful

@@ -496,15 +496,9 @@ HELD = st.recursive(
 
 
 @given(HELD)
-def test_a_quick_portrait_that_tells_all_has_the_prints_of_a_thorough_one(held):
+def test_a_quick_portrait_of_little_has_the_prints_of_a_thorough_one(held):
     quick = Portrait({"data set": SimpleNamespace(held=held)}, thorough=False)
-    assert quick.tells_all
     assert quick.prints == Portrait(quick.roots).prints
-
-
-@pytest.mark.parametrize("held", [torch.zeros(1 << 19), torch.Generator(), [0.5] * 20_000])
-def test_a_portrait_that_passes_over_something_tells_not_all(held):
-    assert not Portrait({"data set": SimpleNamespace(held=held)}, thorough=False).tells_all
 
 
 def test_one_object_in_the_place_of_another_is_seen():
