@@ -74,9 +74,7 @@ class ControllerConfig:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a positive number, got {value}")
         if isinstance(self.bootstrap, str) and self.bootstrap != "auto":
-            raise ValueError(
-                f"bootstrap must be 'auto', None or a Bootstrap, got {self.bootstrap!r}"
-            )
+            raise ValueError(f"bootstrap is 'auto', None or a Bootstrap, not {self.bootstrap!r}")
         check_choice("reference", self.reference, ReferenceKind)
         check_choice("evaluator", self.evaluator, EvaluatorKind)
 

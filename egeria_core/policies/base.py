@@ -104,8 +104,7 @@ class StaticPolicy(Remembered):
     def __init__(
         self, schedule: Mapping[int, str | None] | Iterable[tuple[int, str | None]]
     ) -> None:
-        pairs = schedule.items() if isinstance(schedule, Mapping) else schedule
-        self.schedule = sorted(dict(pairs).items())
+        self.schedule = sorted(dict[int, str | None](schedule).items())
         if self.schedule and self.schedule[0][0] < 0:
             raise ValueError(f"a step of the schedule is negative: {self.schedule[0][0]}")
         self.boundaries: list[str] = []

@@ -78,11 +78,10 @@ class LayerTap:
 
     def __init__(self, model: nn.Module, layers: Sequence[Sequence[str]]) -> None:
         self._model = model
-        self.num_rows = 0
+        self.num_rows = self._batch = 0
         self.armed: int | None = None
         """The layer that was armed last and not taken yet."""
         self._training: bool | None = None
-        self._batch = 0
         self._handles: list[Any] = []
         self._forget()
         for index, names in enumerate(layers):
