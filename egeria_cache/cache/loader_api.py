@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -104,7 +103,7 @@ class LoaderApi:
             return (), None
         if self.is_plain(source.key):
             return (), False
-        if self.counters.is_compiled or os.getpid() != self._status.process:
+        if self.counters.is_compiled or self._status.is_forked:
             return (), True
         return self.views(source.key), True
 
