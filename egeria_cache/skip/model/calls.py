@@ -52,8 +52,12 @@ _ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValue
 
 
 @contextmanager
-def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
-    """Route this thread's calls of `modules` through `handler` until the block ends."""
+def intercept(
+    modules: Iterable[nn.Module], handler: Handler, *, knows_thread: bool = False
+) -> Iterator[None]:
+    """Route this thread's calls of `modules` through `handler`, which perhaps tells them from those
+    of others by itself, until the block ends.
+    """
     replaced, thread = Replaced(), get_ident()
 
     def route(module: nn.Module, original: Handler, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +74,7 @@ def intercept(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
             before = own.get(key, _MISSING)
             original = module.forward if before is _MISSING else before
             replaced.append((own, key, before))
-            own[key] = functools.partial(route, module, original)
+            own[key] = functools.partial(handler if knows_thread else route, module, original)
         yield
     finally:
         put_back(replaced)

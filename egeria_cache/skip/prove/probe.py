@@ -227,10 +227,9 @@ class _ProbeRun(ReplayRun):
         self.marks: dict[int, list[Any]] = {}
         """Of what stands for the leaves of each step's output."""
 
-    def _stand_ins(self, index: int) -> list[Any]:
-        leaves = super()._stand_ins(index)
-        self.marks[index] = list(map(placeholder.mark_of, leaves))
-        return leaves
+    def _stand_ins(self, index: int) -> tuple[list[Any], list[Any]]:
+        leaves, self.marks[index] = super()._stand_ins(index)
+        return leaves, self.marks[index]
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.plan.steps[index]

@@ -89,7 +89,6 @@ _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Call = Callable[..., Any]
 _Modes = tuple[bool, tuple[tuple[str, str], ...]]
-_PLAIN: _Modes = False, ()
 
 
 def _sources_in(node: Any) -> frozenset[Source] | None:
@@ -150,14 +149,16 @@ class Scene:
     why: BoundaryError | None = None
     """What has needed it."""
 
-    def leave_out(
-        self, function: _Call, given: Any, leaves: Iterable[Any], modes: _Modes = _PLAIN
-    ) -> None:
-        """Remember a call that is not made, and the leaves of what it would give."""
-        args, kwargs = given
-        is_one = len(args) == 1 and not kwargs and type(args[0]) is Placeholder
-        marked = ((args[0].mark,), {}) if is_one else self.marked(given)
-        self.left_out.append((function, marked, list(map(mark_of, leaves)), modes))
+    @staticmethod
+    def marks(leaves: Iterable[Any]) -> list[_Mark | None]:
+        """Return the marks of what stands for something else; None for others."""
+        return list(map(mark_of, leaves))
+
+    def leave_out(self, function: _Call, given: Any, leaves: Iterable[Any]) -> None:
+        """Remember an operation that is not done, and the leaves of what it would give."""
+        self.left_out.append(
+            (function, self.marked(given), list(map(mark_of, leaves)), (False, ()))
+        )
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.

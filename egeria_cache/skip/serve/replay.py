@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -135,14 +136,14 @@ class ReplayRun:
         kept = [] if self.looks else [i for i, step in enumerate(plan.steps) if not step.run]
         self._leaves = {index: self._stand_ins(index) for index in kept}
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
-        made = (one for leaves in self._leaves.values() for one in leaves)
+        made = (one for leaves, _ in self._leaves.values() for one in leaves)
         self.own = [one for one in made if isinstance(one, Placeholder | Unavailable)]
         """All that it has made."""
 
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
         """Enter with these values of the cached tensors."""
         self.values = values
-        self._position, self._inside = 0, False
+        self._position, self._inside, self._thread = 0, False, get_ident()
         scene = self.scene
         scene.after_boundary = scene.finished = False
         for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored):
@@ -150,7 +151,7 @@ class ReplayRun:
 
     def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         """Handle one call of a module of the prefix."""
-        if self._inside or self.scene.after_boundary:
+        if self._inside or self.scene.after_boundary or get_ident() != self._thread:
             return original(*args, **kwargs)
         steps, index = self.plan.steps, self._position
         step = steps[index]
@@ -182,10 +183,14 @@ class ReplayRun:
     def _leave_out(self, step: StepPlan, original: Forward, args: Any, kwargs: Any) -> Any:
         """Return what stands for a step's output: stored values and constants, or placeholders."""
         plan, scene, index = self.plan, self.scene, self._position
-        stand_ins = self._leaves.get(index) or self._stand_ins(index)
+        stand_ins, gives = self._leaves.get(index) or self._stand_ins(index)
         cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
         modes = torch.is_grad_enabled(), cast
-        scene.leave_out(original, (args, kwargs), stand_ins, modes)
+        is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
+        given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
+        scene.left_out.append((original, given, gives, modes))
+        if not (step.cached or step.constants or plan.same):
+            return stand_ins[0] if step.single else tree_unflatten(stand_ins, step.spec)
         leaves = list(stand_ins)
         for j in range(len(leaves)):
             slot = plan.same.get((index, j), (index, j))
@@ -217,8 +222,10 @@ class ReplayRun:
         self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key].mark], (False, ())))
         return self._inputs[key]
 
-    def _stand_ins(self, index: int) -> list[Any]:
-        """Return what stands for the leaves of a step's output where nothing was stored."""
+    def _stand_ins(self, index: int) -> tuple[list[Any], list[Any]]:
+        """Return what stands for the leaves of a step's output where nothing was stored, and the
+        marks of that.
+        """
         step, leaves = self.plan.steps[index], list[Any]()
         for j, leaf in enumerate(step.leaves):
             sources = frozenset({Source("step", step.name, index, j)})
@@ -229,7 +236,7 @@ class ReplayRun:
                 leaves.append(leaf.at(index, j, self.scene))
             else:
                 leaves.append(leaf)
-        return leaves
+        return leaves, self.scene.marks(leaves)
 
 
 def full(forward: Forward, plan: ReplayPlan, call: Invocation) -> tuple[Any, CaptureRun]:
@@ -337,7 +344,7 @@ def replay(
     # Around the replay of the same modules.
     captured = intercept(capture.plan.modules, capture) if capture else nullcontext()
     try:
-        with intercept(run.modules, run), captured:
+        with intercept(run.modules, run, knows_thread=True), captured:
             output = forward(*args, **kwargs)
         if source.opaque_outputs and run.scene.why is None:
             output = _hide(call, output, source.opaque_outputs)
