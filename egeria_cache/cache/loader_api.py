@@ -41,6 +41,8 @@ _UNSEEN = (
     "part. Is the whole model compiled? Compile its blocks instead (block.compile()), and give it "
     "the loader's batches as they come"
 )
+_UNLIKE = "loader after loader was made over another data set, and none was passed again"
+MAX_UNLIKE = 8
 MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
@@ -67,6 +69,8 @@ class LoaderApi:
         self._status = status
         self.engine = status.engine
         self._host = host
+        self._num_unlike = 0
+        """Loaders that have begun without anything of others to adopt."""
         self.policy = status.policy
         with contextlib.suppress(OSError, StoreError):
             noted = read_json(directory / _EPOCHS, ROOT_FORMAT).items()
@@ -134,6 +138,9 @@ class LoaderApi:
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self._status.views.add(replace(view, loader_name=source.key))
+        self._num_unlike += not self.views(source.key)
+        if self._num_unlike == MAX_UNLIKE and not self.counters.counts.hits:
+            self._host.uncached(_UNLIKE, "Let a sampler choose from one data set, of one loader")
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
             self._status.views.forget(key)  # it asks again when it begins another pass
 

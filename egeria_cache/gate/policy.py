@@ -128,10 +128,10 @@ class AuditPlan:
         self.doubted = set[tuple[str, int]]()
         """Loaders at cuts at which an earlier run has stored."""
 
-    def choose(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Return the hits to recompute: bool, shape (B,); None for none, or where the samples are
-        not what they were when the batch was given out, as far as known. An epoch begins with a
-        batch of a smaller number than before.
+    def choose(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
+        """Return the hits to recompute: bool, shape (B,), and whether they are the first of an
+        epoch, which begins with a batch of a smaller number than before; None for none, or where
+        the samples are not what they were when the batch was given out, as far as known.
         """
         hit, number = entry.hit, batch.context.task.number
         num_hits, at = int(np.count_nonzero(hit)), (batch.loader_name, id(entry.cut))
@@ -150,7 +150,7 @@ class AuditPlan:
             return None
         rows = np.zeros(len(hit), bool)
         rows[self._random.sample(np.flatnonzero(hit).tolist(), min(num_hits, count))] = True
-        return rows
+        return rows, served == 1
 
 
 class StepTimer:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from egeria_cache import threads
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
-from egeria_cache.device import uploaded
+from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
@@ -32,7 +32,7 @@ from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
-from egeria_cache.skip.serve.compare import difference, tolerance
+from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.placeholder import Escape
@@ -147,9 +147,9 @@ class SkipHost(Protocol):
     def called(self) -> None:
         """The model is called, with whatever."""
 
-    def audited(self, batch: Batch, entry: Entry) -> np.ndarray | None:
-        """Which of the hits to recompute from the raw sample: bool, shape (B,); None for none, or
-        where they cannot be loaded again as they were."""
+    def audited(self, batch: Batch, entry: Entry) -> tuple[np.ndarray, bool] | None:
+        """Which of the hits to recompute from the raw sample: bool, shape (B,), and whether to wait
+        for what that shows; None for none, or where they cannot be loaded again as they were."""
 
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Where a batch that was planned for another cut enters at this one; None if not all of it
@@ -249,6 +249,7 @@ class SkipEngine:
         """Whether a call was computed like that, under this boundary."""
         self._is_told = False
         """Whether it was said what that changes."""
+        self._audits = Answers()
         self._addresses = Addresses()
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
@@ -459,8 +460,11 @@ class SkipEngine:
             stored = entry.load()
         except LookupError:
             return self._miss(plan, call)
-        mask = self.host.audited(call.batch, entry)
-        if mask is not None and not self._audit(source, call, entry, stored, mask):
+        chosen = self.host.audited(call.batch, entry)
+        if chosen is not None and not self._audit(source, call, entry, stored, chosen[0]):
+            return self._plainly(call)
+        waits = chosen is not None and chosen[1]
+        if self._audits.asked and not self._confirmed(wait=waits):
             return self._plainly(call)
         if not entry.hit.all():
             stored = self._complete(source, call, entry, stored)
@@ -608,8 +612,10 @@ class SkipEngine:
     def _audit(
         self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows, mask: np.ndarray
     ) -> bool:
-        """Recompute the chosen hits from their raw samples; False if one is not what was stored."""
-        started, differ = time.perf_counter(), list[str]()
+        """Recompute the chosen hits from their raw samples; False if what is stored besides is not
+        what they have. Whether they are what was stored a device tells later: `_confirmed`.
+        """
+        started = time.perf_counter()
         loaded = call.batch.load_rows(mask)
         same, fresh = self.host.audit_leaves(call.batch, mask, loaded), Rows()
         if same:
@@ -622,17 +628,25 @@ class SkipEngine:
                 of_these = lengths.select(np.flatnonzero(mask))
                 computed = growth[name].blanked(computed, of_these, surely=True)
                 known = growth[name].blanked(known, of_these, surely=True)
-            error = difference(computed, known)
-            if not error <= tolerance(computed, source.coarsest):
-                differ.append(
-                    f"{name} at {source.boundary!r} differs by {error:.3g} of its largest value"
-                )
+            alike = computed.shape == known.shape and computed.dtype == known.dtype
+            error = gap(computed, known) if alike else torch.tensor(torch.inf)
+            about = call.batch, mask, name, source.boundary, tolerance(computed, source.coarsest)
+            self._audits.ask(error, about)
         self.host.note("audit", time.perf_counter() - started)
-        for guard in self._plans.guards if differ else ():
-            if (reason := guard.changed(wait=True)) is not None:
-                self._void(reason, guard)  # written to since a device was last asked
-                return False
-        return same and all(self.host.audit_failed(call.batch, mask, one) for one in differ)
+        return same
+
+    def _confirmed(self, *, wait: bool = False) -> bool:
+        """Whether recomputed hits were what was stored, as far as that is known by now."""
+        for error, (batch, mask, name, boundary, most) in self._audits.come(wait=wait):
+            if not float(error) <= most:
+                for guard in self._plans.guards:  # written to since a device was last asked
+                    if (reason := guard.changed(wait=True)) is not None:
+                        self._void(reason, guard)
+                        return False
+                finding = f"{name} at {boundary!r} differs by {error:.3g} of its largest value"
+                if not self.host.audit_failed(batch, mask, finding):
+                    return False
+        return True
 
     def _complete(self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows) -> Rows:
         """Run the prefix on the misses alone, and merge the rows in order."""
@@ -752,6 +766,7 @@ class SkipEngine:
             self._held.release()
             self._is_held = False
         self._announced.clear()
+        self._audits = Answers()
         self._addresses.void(r.cut.fields for r in self._plans.all() if r.cut is not None)
         self.cut = None
         self._plans.park(guard)
@@ -809,6 +824,7 @@ class SkipEngine:
 
     def detach(self) -> None:
         """Give the model its own forward back, and let the prefix go. Idempotent."""
+        self._confirmed(wait=True)
         self.scout.close()
         self._auto = None
         self.set_boundary(None)
