@@ -7,11 +7,15 @@ import hashlib
 import json
 import logging
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.cache.boundary import Status, shown_name
@@ -33,13 +37,12 @@ _CLOSED = (
     "ActivationCache(...) as cache:`, or close the cache when all epochs are done"
 )
 MAX_UNSEEN = 3
-"""Passes over a loader without a call of the model, before that is said: scripts pass their data
-for statistics of them."""
+"""Batches that may be yielded without the model having been called, before that is said."""
 _UNSEEN = (
-    f"{MAX_UNSEEN} epochs of batches were yielded and the model was not called in any of them, so "
-    "nothing is cached. Does the loop call a part of it (`self.net(x)`)? Make the cache of that "
-    "part. Is the whole model compiled? Compile its blocks instead (block.compile()), and give it "
-    "the loader's batches as they come"
+    f"{MAX_UNSEEN} batches were yielded and the model was not called with any of them, so nothing "
+    "is cached. Does the loop call a part of it (`self.net(x)`)? Make the cache of that part. Is "
+    "the whole model compiled? Compile its blocks instead (block.compile()), and give it the "
+    "loader's batches as they come"
 )
 _UNLIKE = "loader after loader was made over another data set, and none was passed again"
 MAX_UNLIKE = 8
@@ -62,7 +65,10 @@ class LoaderApi:
         self.ring_batches = ring_batches
         """How many mini-batches are read ahead."""
         self._num_calls, self._num_unseen = 0, 0
-        """Calls of the model by the end of the last pass, and passes since without one."""
+        """Calls of the model when a batch was yielded last, and batches since without one."""
+        self._stepped: deque[bool] = deque(maxlen=1)
+        """Not empty if an optimizer has stepped since: this is no pass for statistics."""
+        self._steps: Callable[[], object] | None = None
         self._directory = directory = store.directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
@@ -219,11 +225,31 @@ class LoaderApi:
         return loader_name in self.policy.idle or not (status.is_sought or status.boundary)
 
     def count_yielded(self) -> None:
-        """Note that a batch was yielded which the model should see."""
+        """Note that a batch was yielded which the model should see, if something is trained.
+
+        Others are for an average of it, or to be looked at: no optimizer steps between them. Nor
+        does one while a trainer collects batches before it uses any.
+        """
+        calls, counts = self.counters.num_calls, self.counters.counts
         if self._status.is_closed:
             self.counters.tell(_CLOSED)
         elif self.engine.is_aside or not self.engine.scout.is_done:
             self.engine.look_out()
+        if calls != self._num_calls or self.policy.idle:  # which nobody follows
+            self._num_calls, self._num_unseen = calls, 0
+            if self._steps is not None:
+                self._steps()
+                self._steps = None
+                self._stepped.clear()
+            if counts.why_not == _UNSEEN:
+                counts.why_not = None
+        elif self._num_unseen >= MAX_UNSEEN and self._stepped and counts.why_not is None:
+            self.counters.tell(_UNSEEN)
+        self._num_unseen += 1
+        if self._num_unseen == 2 and self._steps is None:
+            stepped = self._stepped  # and not `self`: the hook is the process's
+            handle = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
+            self._steps = weakref.finalize(self, handle.remove)
 
     def note_step(
         self,
@@ -255,17 +281,7 @@ class LoaderApi:
             status.look_earlier(view.cut)
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
-        """Write one line at the end of an epoch, through `logging` at level INFO; a warning if the
-        model was not called in the last ones.
-        """
-        calls, counts = self.counters.num_calls, self.counters.counts
-        # Idle batches are computed by a model that nobody follows.
-        is_seen = calls != self._num_calls or bool(self.policy.idle)
-        self._num_calls, self._num_unseen = calls, 0 if is_seen else self._num_unseen + 1
-        if is_seen and counts.why_not == _UNSEEN:
-            counts.why_not = None
-        elif self._num_unseen == MAX_UNSEEN and counts.why_not is None:
-            self.counters.tell(_UNSEEN)
+        """Write one line at the end of an epoch, through `logging` at level INFO."""
         if self.boundary is None or not log.isEnabledFor(logging.INFO):
             return
         stats = self._stats()

@@ -221,7 +221,7 @@ def nothing_frozen(where):
 @mistake("The loop calls another model")
 def copy_is_called(where):
     net = model()
-    trained(net, where, epochs=3, loop={"call": copy.deepcopy(net)})
+    trained(net, where, loop={"call": copy.deepcopy(net)})
 
 
 @mistake("The cache was closed before the last epoch")
