@@ -185,6 +185,7 @@ class Net(nn.Module):
         self.encoder.layers[0].requires_grad_(False)
     def forward(self, x):
         return self.head(self.encoder(self.front(x), src_key_padding_mask=x == 0).mean(1))
+    __len__ = lambda self: 0
 """
 
 

@@ -114,7 +114,7 @@ class FrozenPrefix:
                     continue
                 held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1
-                if self._model and isinstance(module, nn.TransformerEncoderLayer):
+                if self._model is not None and isinstance(module, nn.TransformerEncoderLayer):
                     held.keeps_flag = any(
                         isinstance(one, nn.TransformerEncoder)
                         and one.layers[0] is module
