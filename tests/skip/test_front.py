@@ -128,17 +128,23 @@ def test_hits_and_misses_give_what_the_model_gives_that_is_held_by_hand(monkeypa
     assert ("prefix", 4) in taken
 
 
-def test_a_refused_model_is_held_all_the_same():
+@pytest.mark.parametrize("wants", [False, True])
+def test_a_refused_model_is_held_all_the_same(wants):
     class Mixing(Net):
         def forward(self, x):
+            x = torch.autograd.grad((x**2).sum(), x)[0] if wants else x
             return super().forward(x - x.mean(0))
 
     harness = Harness(make(Mixing), DATA)
     plain = copy.deepcopy(harness.model)
     held(plain)
     harness.engine.set_boundary("encoder.layers.1")
-    assert_same_run(harness, call, BATCHES, plain=plain)
-    assert harness.host.refusals
+
+    def given(m, b):
+        return call(m, {**b, "x": b["x"].clone().requires_grad_(wants)})
+
+    assert_same_run(harness, given, BATCHES, plain=plain)
+    assert harness.host.refusals or wants
 
 
 @pytest.mark.parametrize("gate", ["auto", "never"])

@@ -90,7 +90,6 @@ def test_rows_come_back_with_the_values_and_strides_they_had(batch_dim, num_per_
     assert back.stride() == a.stride()
     for i in range(4):
         index = torch.arange(i * num_per_sample, (i + 1) * num_per_sample)
-        assert torch.equal(rows[i].sort().values.sum(), rows[i].sort().values.sum())
         torch.testing.assert_close(rows[i].sum(), a.index_select(batch_dim, index).sum())
 
 

@@ -157,8 +157,9 @@ class DryRun:
 
         def run(rows: list[int]) -> tuple[Recorder, list[Any]]:
             recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().fresh()
-            # A gradient that is asked of an input trains nothing before the boundary.
-            given = tree_map_only(Tensor, Tensor.detach, model_copy.arguments(copied.call, rows))
+            given = model_copy.arguments(copied.call, rows)
+            if keep_outputs:  # a gradient that is asked of an input trains nothing
+                given = tree_map_only(Tensor, Tensor.detach, given)
             world.restore(for_a_copy=True)
             try:
                 with copied.intercept(patchable(self.model), recorder):
