@@ -229,6 +229,14 @@ class Scene:
                 raise escape
         return self.values[mark]
 
+    def let_go(self) -> None:
+        """Keep what was computed only as long as somebody keeps what stands for it."""
+        for mark in [*self.values]:
+            if mark is None or (known := mark()) is None:
+                del self.values[mark]
+            else:
+                weakref.finalize(known, self.values.pop, mark, None).atexit = False
+
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, as it is by now, if others do."""
         for mark, given in self.stored:

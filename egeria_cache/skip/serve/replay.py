@@ -366,6 +366,7 @@ def replay(
         if run.scene.why is not None:
             source.escaped = run.scene.why
             source.replays.clear()  # its placeholders stay what they are now
+            run.scene.let_go()
     if run.scene.why is not None:
         return tree_map_only((Placeholder, Unavailable), _followed, output), None
     return output, capture.rows if capture is not None else None
