@@ -21,6 +21,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _BY_TEXT = {
     "globals", "getattr", "hasattr", "setattr", "vars", "modules", "import_module", "__dict__",
+    "attrgetter", "methodcaller",
 }  # fmt: skip
 """With these, code finds by a text what it names."""
 _WHOLE = {"vars", "getattr", "hasattr", "asdict", "astuple", "deepcopy", "attrgetter"}
@@ -62,11 +63,12 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
     named = [one.argval for one in found if one.opcode in dis.hasname]
     by_text = [] if _BY_TEXT.isdisjoint(named) else [one.argval for one in found]
     texts = tuple(text for text in by_text if type(text) is str)
+    parts = (part for text in texts for part in text.split("."))
     own = Names(
         tuple(one.argval for one in found if one.opname in _LOADS),
         tuple(one.argval for one in found if one.opname in _STORES),
         tuple(one.argval for one in found if one.opname in _FREE),
-        (*named, *texts),
+        (*named, *texts, *parts),
         (*(one.argval for one in found if one.opname == "IMPORT_NAME"), *texts),
         tuple(_wholes(found)),
     )

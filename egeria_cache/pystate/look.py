@@ -22,6 +22,7 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from inspect import getattr_static
 from itertools import islice
+from operator import attrgetter, methodcaller
 from threading import local
 from typing import Any
 
@@ -49,6 +50,7 @@ _NO_OBJECTS = (
 )  # fmt: skip
 _FOLLOWED = ("torch.utils.data", "typing", "abc", "collections.abc")
 """Whose classes call no method of a user's data set but those that Python names."""
+_GETTERS = attrgetter, methodcaller
 _DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
 """Kinds of which most of a data set's objects are."""
 
@@ -90,7 +92,8 @@ class Portrait(Snapshot):
         self._is_thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._paths: dict[int, str] = {}
-        self._codes = list[types.CodeType]()
+        self._codes, self._held_methods = list[types.CodeType](), set[int]()
+        """Code that was met, and ids of that which is met in another place as well."""
         self._names = set[str]()
         """In the code that was met."""
         self._data_sets: list[tuple[str, Any]] = []
@@ -135,6 +138,8 @@ class Portrait(Snapshot):
         return True
 
     def _again(self, path: str, value: Any) -> None:
+        if isinstance(value, types.FunctionType):
+            self._held_methods.add(id(value.__code__))
         known = self._paths.get(id(value), path)
         if known != path and path not in self._told:
             plain = None if content.is_long(value) else content.plain_print(value)
@@ -195,9 +200,13 @@ class Portrait(Snapshot):
             names_in(code).whole for code in self._codes if not is_installed_code(code)
         ):
             return
+        are_all_met = len(self.alive) < _ALL.max_objects
+        if not are_all_met or any(isinstance(one, _GETTERS) for one in self.alive.values()):
+            return
         methods = _methods(kinds)
         ids = {id(code) for codes in methods.values() for code in codes}
         run = {name for name in methods if name.startswith("__") and name != "__init__"}
+        ids -= self._held_methods
         others = (code for code in self._codes if id(code) not in ids)
         named = _named(run.union(*(names_in(code).all for code in others)), kinds)
         for path, value in self._data_sets:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import UserList
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,8 +32,7 @@ SCALE = 1.0
 
 def source_of(dataset, collate=default_collate, **kwargs):
     settings = {"sample_id": None, "sample_version": None, "name": "t", "seed": 0}
-    settings["draws"] = Draws(0, 4)
-    return LoaderSource(dataset, collate, **(settings | kwargs))
+    return LoaderSource(dataset, collate, **(settings | {"draws": Draws(0, 4)} | kwargs))
 
 
 def print_of(dataset, collate=default_collate, **kwargs):
@@ -115,9 +115,7 @@ def reads_a_global(samples):
 
 
 def edited(values, at, to):
-    values = list(values)
-    values[at] = to
-    return values
+    return [*values[:at], to, *values[at + 1 :]]
 
 
 def other_pairs():
@@ -245,6 +243,8 @@ CHANGES = {
     "a file in memory": lambda d: d.text.write("more"),
     "what code names of an object": lambda d: setattr(LEVEL, "by", LEVEL.by + 1),
     "what a method of it names": lambda d: setattr(LEVEL, "pad", LEVEL.pad + 1),
+    "what a method that is held names": lambda d: d.held.__self__.parts.append(1),
+    "what a getter names": lambda d: d.got.append(1),
 }
 
 
@@ -252,11 +252,13 @@ CHANGES = {
 def test_a_change_in_mid_run_is_seen_and_the_name_is_another_one(kind, monkeypatch):
     class Changing(Rare):
         def seldom(self):
-            return LEVEL.by + LEVEL.padded(), self.text, self.many, self.files
+            return LEVEL.by + LEVEL.padded(), self.text, self.many, self.files, self.held()
+
+        unnamed = lambda self: (self.parts, attrgetter("got")(self))  # noqa: E731
 
     data = Changing(Scale(1))
-    data.text = io.StringIO()
-    data.many = np.zeros(3_000_000)
+    data.text, data.many = io.StringIO(), np.zeros(3_000_000)
+    data.held, data.parts, data.got = data.unnamed, [], []
     data.files = [f"{i}.png" for i in range(100_000)]
     source = source_of(data)
     before = str(source.fingerprint)
