@@ -198,7 +198,7 @@ class WarmRestart(Remembered):
     def should_unfreeze(self, step: int, lr: tuple[float, ...], frozen: int) -> bool:
         """Follow the largest rate of all groups."""
         self._lowest = min(self._lowest, max(lr)) if frozen else max(lr)
-        return max(lr) >= RISE * self._lowest > 0
+        return max(lr) > 0 and max(lr) >= RISE * self._lowest
 
 
 def parse_rule(rule: str | UnfreezeRule) -> UnfreezeRule:
