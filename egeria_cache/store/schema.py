@@ -80,7 +80,8 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         name = _integer(sample_id)
         if -_SIGN <= name < _SIGN:
             return _INT + struct.pack(">Q", name + _SIGN) + tail
-    key = _JSON + json.dumps(name).encode() + tail
+    # As they are: two halves of a character that stand alone are not that character.
+    key = _JSON + json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass") + tail
     if len(key) > MAX_KEY_BYTES:
         # The whole key is hashed, not its tail: two long keys then differ by 256 bits.
         key = _HASHED + hashlib.blake2b(key[: -len(tail)], digest_size=32).digest() + tail

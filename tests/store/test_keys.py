@@ -33,6 +33,7 @@ def test_a_long_id_is_hashed_to_a_key_of_bounded_length():
     assert len(encode_key(one)) <= 511
     assert encode_key(one) != encode_key(other)
     assert decode_key(encode_key(one, 3)) == (None, 3)
+    assert encode_key("\U0001f600") != encode_key("\ud83d\ude00"), "halves that stand alone"
 
 
 @pytest.mark.parametrize("ids", [np.arange(3), np.arange(3, dtype=np.uint8), range(3)])
