@@ -245,7 +245,8 @@ def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def prune(options: argparse.Namespace, report: Report) -> Told:
     """Remove what is chosen of what no live process uses, or tell what that would be."""
     days = math.inf if options.older_than is None else options.older_than
-    if not (options.unused or options.damaged or options.to_size or 0 <= days < math.inf):
+    is_chosen = options.unused or options.damaged or options.to_size or days < math.inf
+    if not (is_chosen and days >= 0):
         raise ValueError("prune needs --older-than DAYS, --to-size, --unused or --damaged")
     unused = sorted(
         (one for one in report["generations"] if not one["in_use"]), key=itemgetter("last_used")

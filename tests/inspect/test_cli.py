@@ -187,7 +187,7 @@ def filled_once(directory):
         (["verify", "DIR"], "usage: cache-inspect [-h] [--json] [--version] DIR COMMAND"),
         (["ls"], "ls is not an Egeria cache"),
         (["DIR", "prune", "--older-than", "soon"], "--older-than: invalid float value: 'soon'"),
-        (["DIR", "prune", "--older-than", "-1"], "prune needs --older-than DAYS"),
+        (["DIR", "prune", "--unused", "--older-than", "-1"], "prune needs --older-than DAYS"),
         (["DIR", "prune"], ""),
         (["DIR", "frobnicate"], "frobnicate"),
         (["DIR", "show"], ""),
