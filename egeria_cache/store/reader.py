@@ -110,9 +110,9 @@ class Fetched:
         self.hit = found == INTACT
         if np.count_nonzero(self.hit) == len(found):
             return columns
+        if not self._waits and (found == ABSENT).any():  # all are read again, and what is wrong
+            raise NotInMemoryError
         for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
-            if found[row] == ABSENT:
-                raise NotInMemoryError
             if found[row] == UNREADABLE:
                 self._fail(row, "the disk cannot read it", replaceable=False)
                 continue

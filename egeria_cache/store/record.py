@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from egeria_cache.store import codecs
-from egeria_cache.store.codecs import Codec, CodecError, Coder, LossyError, Storage, decode
+from egeria_cache.store.codecs import Codec, CodecError, Coder, Storage, decode
 from egeria_cache.store.native import Bytes, kernel
 from egeria_cache.store.schema import (
     FieldLayout,
@@ -164,13 +164,13 @@ def choose_codec(keys: Sequence[bytes], rows: Rows, coder: Coder) -> str:
     """
     sizes = {}
     for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
-        coder.codec = codec
-        sizes[codec] = sum(one.size for one in encode_rows(keys[:NUM_RECORDS], rows, coder))
+        trial = Coder(codec.label, coder.storage)
+        sizes[codec] = sum(one.size for one in encode_rows(keys[:NUM_RECORDS], rows, trial))
     best, least = Codec.RAW, min(sizes.values())
     if least <= (1 - MIN_SAVING) * sizes[best]:
         small = [codec for codec, size in sizes.items() if size <= (1 + SAME_BYTES) * least]
         best = next((codec for codec in FASTEST if codec in small), small[0])
-    coder.codec, coder.error = best, LossyError()
+    coder.codec = best
     made = ", ".join(f"{codec.label} {size} B" for codec, size in sizes.items())
     return f"{best.label}: {made}"
 

@@ -151,7 +151,9 @@ def relu(count=64, size=4096):
     ],
 )
 def test_auto_takes_the_codec_that_suits_the_data(tensor, expected):
-    keys = encode_keys(range(64))
-    rows = {"x": tensor}
-    trials = choose_codec(keys, rows, CODER)
-    assert CODER.codec in expected, trials
+    keys, coder = encode_keys(range(64)), Coder()
+    with pytest.raises(TypeError):
+        choose_codec(keys, {"x": [object()] * 64}, coder)
+    assert coder.codec is None, "it is chosen by the next batch"
+    trials = choose_codec(keys, {"x": tensor}, coder)
+    assert coder.codec in expected, trials
