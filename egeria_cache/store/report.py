@@ -142,6 +142,8 @@ def verify(path: Path) -> tuple[int, list[Report]]:
     except GoneError:
         pass
     except (DamagedError, OSError) as error:
+        if isinstance(error, PermissionError):  # nothing is wrong with it
+            raise
         if os.path.lexists(path):  # else it was removed just now
             damaged("?", error)
     return num_records, damage

@@ -379,6 +379,8 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
         with pytest.raises(StoreError):
             store.open_generation(FIELDS[0])
         assert not any(one["damage"] for one in survey(copy)["generations"])
+        with contextlib.suppress(StoreError, PermissionError):
+            assert number != errno.EACCES or not verify(generation_directories(copy)[0])[1]
         patched.undo()
         assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
     assert not list(copy.glob("damaged-*"))

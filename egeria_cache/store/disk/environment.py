@@ -110,8 +110,12 @@ class Environment:
                     raise GoneError("nothing is stored in it as yet") from None
                 if isinstance(error, _DAMAGE):
                     raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
-                full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
-                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+                number = errno.EIO
+                if isinstance(error, lmdb.DiskError | lmdb.MapFullError):
+                    number = errno.ENOSPC
+                elif isinstance(error, lmdb.ReadonlyError):
+                    number = errno.EACCES
+                raise OSError(number, str(error)) from error
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)

@@ -156,12 +156,17 @@ def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = 
 
 def directory_bytes(directory: Path) -> int:
     """Return the bytes all files below use on disk, in whole pages, directories included."""
-    pages = 0
-    for folder, _, names in os.walk(directory):
-        pages += 1
-        for name in names:
-            with contextlib.suppress(OSError):  # removed while we looked, or not for us to see
-                pages += -(-os.lstat(os.path.join(folder, name)).st_size // PAGE_BYTES)
+    pages, folders = 0, [os.fspath(directory)]
+    for folder in folders:  # not by `os.walk`, which calls itself for each level before Python 3.12
+        # Removed while we looked, or not for us to see.
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            pages += 1
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                    continue
+                with contextlib.suppress(OSError):
+                    pages += -(-entry.stat(follow_symlinks=False).st_size // PAGE_BYTES)
     return pages * PAGE_BYTES
 
 
