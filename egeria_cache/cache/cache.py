@@ -263,7 +263,9 @@ class ActivationCache:
         if name is None:
             raise EgeriaError("nothing is frozen: set a boundary, and call the model once")
         generators, model = RandomState.now(), self._engine.model
+        modes = [(module, module.training) for module in model.modules()]
         try:
+            model.eval()  # what runs beside the front would else note these samples, or draw
             rows = [loader.dataset[index] for index in range(min(64, len(loader.dataset)))]
             first, *rest = ordinary_arguments(model, loader.collate_fn(rows)) or [None]
             if not isinstance(first, Tensor) or not first.is_floating_point():
@@ -274,6 +276,8 @@ class ActivationCache:
                 front, first, before, after or before, seed,
             )  # fmt: skip
         finally:
+            for module, training in modes:
+                module.training = training
             generators.restore()
 
     def flush(self, timeout_s: float = 60.0) -> None:
