@@ -52,11 +52,11 @@ def take_over(loader: Any, cache: ActivationCache, **options: Any) -> Callable[[
     if "taken_from" in vars(mine):
         mine.taken_from(mine)
     known, cls = set(vars(loader)), type(loader)
-    is_served = isinstance(loader, EgeriaLoader)
-    before = {name: getattr(loader, name) for name in OWN_OPTIONS} if is_served else {}
+    before = {name: value for name, value in vars(loader).items() if name in OWN_OPTIONS}
+    own = before if isinstance(loader, EgeriaLoader) else {}  # others may mean something else
     loader.__class__ = _served(cls)
     try:
-        vars(loader).update(OWN_OPTIONS | before | options)
+        vars(loader).update(OWN_OPTIONS | own | options)
         mine._serve(cache)
     except BaseException:
         _restore(loader, cls, known, before)
@@ -77,8 +77,8 @@ def _restore(loader: Any, cls: type, known: set[str], before: dict[str, Any]) ->
     vars(goes_on).update(vars(loader))
     for one in vars(loader).get("_passes", ()):
         one._loader = goes_on  # to its end, as it began
-    if before:
-        vars(loader).update(before)
+    vars(loader).update(before)
+    if issubclass(cls, EgeriaLoader):
         loader._serve(None)
     for name in set(vars(loader)) - known:
         del loader.__dict__[name]
