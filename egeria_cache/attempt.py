@@ -32,7 +32,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not is_beside(error) or (self._but and isinstance(error, self._but)):
+        if error is None or not is_beside(error) or (self._but and isinstance(error, self._but)):
             return False
         self.error = without_us(error)
         clear_frames(error.__traceback__)

@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +16,6 @@ from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource, task_loader
 from egeria_cache.threads import outside_inference_mode
-
-if TYPE_CHECKING:
-    pass
 
 
 class TaskSource:
@@ -56,11 +52,12 @@ class Pass:
         self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         if cache is not None:
-            self._beside = partial(cache.beside, self._source.key)
-            num_batches = None
-            with suppress(TypeError):  # nobody knows
-                num_batches = len(loader)
+            attempt = cache.beside(self._source.key)  # made once: a batch has two or three
+            self._beside = lambda: attempt
             with self._beside():
+                num_batches = None
+                with suppress(TypeError, NotImplementedError):  # nobody knows
+                    num_batches = len(loader)
                 cache.begins(self._source.key, progress.epoch, num_batches)
         self._prefetcher = Prefetcher(
             None if cache is None else cache.readers,

@@ -159,9 +159,10 @@ class PlannedEntry:
 
     def _given(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy rows that came with their batch, among the training step's own work."""
-        devices, device = self.view.cut.devices, self.view.device
-        there = {name: uploaded(rows[name], devices.get(name, device)) for name in rows}
-        return self._widened(there)
+        if self.view.is_late:  # else they are there
+            devices, device = self.view.cut.devices, self.view.device
+            rows = {name: uploaded(rows[name], devices.get(name, device)) for name in rows}
+        return self._widened(rows)
 
     @property
     def longest(self) -> tuple[int, ...] | None:

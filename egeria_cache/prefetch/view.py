@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from egeria_cache.batch import Lengths, Padding, Rows, Structure, counting
+from egeria_cache.device import runs_late
 
 if TYPE_CHECKING:
     from egeria_cache.prefetch.ring import Ring
@@ -70,6 +72,11 @@ class View:
     is_outdated: bool = False
     """Whether it is void only because the data are others by now: batches that were given out
     before are what they were."""
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether any of the activations lies on a device that runs behind the host."""
+        return any(map(runs_late, (self.device, *self.cut.devices.values())))
 
     @property
     def growth(self) -> Mapping[str, Any]:

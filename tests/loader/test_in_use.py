@@ -23,7 +23,12 @@ class Named(DataLoader):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.title = "mine"
+        self.title = self.name = "mine"
+
+
+class Unmeasured(RandomSampler):
+    def __len__(self):
+        raise NotImplementedError
 
 
 class OnDevice(DataLoader):
@@ -43,6 +48,7 @@ LOADERS = {
     "a sampler": lambda data: DataLoader(
         data, 8, sampler=WeightedRandomSampler([1.0 + i for i in range(len(data))], len(data))
     ),
+    "a sampler of unknown length": lambda data: DataLoader(data, 8, sampler=Unmeasured(data)),
     "a batch sampler": lambda data: DataLoader(
         data, batch_sampler=BatchSampler(RandomSampler(data), 7, drop_last=False)
     ),
@@ -76,6 +82,7 @@ def assert_alike(served, plain):
     torch.testing.assert_close(served[0], plain[0], rtol=1e-5, atol=1e-6)
     assert type(served[2]) is type(plain[2])  # closed, it is what it was
     assert vars(served[2]).keys() <= vars(plain[2]).keys()
+    assert vars(served[2]).get("name") == vars(plain[2]).get("name")
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -122,9 +129,8 @@ def test_an_attached_loader_goes_to_the_cache_that_came_last(directory):
         assert type(loader) is DataLoader
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_taken_over_is_refused_by_name(name, directory):
-    make, error, text = REFUSED[name]
+@pytest.mark.parametrize(("make", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_taken_over_is_refused_by_name(make, error, text, directory):
     loader = make()
     kind = type(loader)
     with pytest.raises(error, match=text):
