@@ -19,14 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
-from tests.helpers.lightning_loop import (
-    BATCH,
-    Lit,
-    controlled,
-    data,
-    make,
-    trainer,
-)
+from tests.helpers.lightning_loop import BATCH, Lit, controlled, data, make, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::Warning:lightning.*", "ignore:.*eval mode at the start of training",

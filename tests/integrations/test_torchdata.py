@@ -9,12 +9,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import (
-    IterableDataset,
-    Sampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import IterableDataset, Sampler, TensorDataset, get_worker_info
 
 pytest.importorskip("torchdata.stateful_dataloader")
 

@@ -9,12 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from egeria_cache import ActivationCache, BoundaryError
 from egeria_cache.integrations.transformers import EgeriaTrainer
