@@ -342,8 +342,6 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
     copy, monkeypatch
 ):
     paths = generation_directories(copy)
-    for path in paths:
-        os.utime(path / "data.mdb")
     before = [(path / "data.mdb").read_bytes() for path in paths]
 
     fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
