@@ -332,7 +332,8 @@ class TensorSpec:
         dim = self.batch_dim
         assert dim is not None
         dims, shape, strides = _restored(self.shape, self.order, dim, rows.shape[0])
-        view = rows.as_subclass(self.kind).permute(dims)
+        view = rows if self.kind is Tensor else rows.as_subclass(self.kind)
+        view = view.permute(dims) if dims else view
         if self.shape[dim] != 1:
             view = self.fold.together(view, dim)
         if view.stride() == strides:
@@ -347,13 +348,17 @@ class TensorSpec:
 def _restored(
     spec: tuple[int, ...], order: tuple[int, ...], dim: int, batch_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return how rows are to be permuted, and shape and strides of the tensor that they were."""
+    """Return how rows are to be permuted, if they are, and shape and strides of the tensor that
+    they were.
+    """
     shape = tuple(n * batch_size if d == dim else n for d, n in enumerate(spec))
     # Position of every logical dimension among the row's; the batch itself stands first.
     row_dims = [d for d in order if d != dim or spec[d] != 1]
     where = {d: i + 1 for i, d in enumerate(row_dims)}
     dims = [where.get(d, 0) for d in range(len(shape))]
-    return tuple(dims if spec[dim] == 1 else [0, *dims]), shape, _strides(shape, order)
+    if spec[dim] != 1:
+        dims = [0, *dims]
+    return tuple(dims if dims != sorted(dims) else ()), shape, _strides(shape, order)
 
 
 def _strides(shape: tuple[int, ...] | torch.Size, order: tuple[int, ...]) -> tuple[int, ...]:
