@@ -317,9 +317,11 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
         once: What it was.
         twice: What it is.
         by: How many calls to put it ahead.
-        wholly: Only what is numbers, all of which move.
+        wholly: Only what is numbers, or tensors, all of which move; these are put ahead whole.
     """
     kind: Any = type(twice)
+    if wholly and isinstance(twice, np.ndarray | Tensor):
+        return twice + by if _counts(once, twice) else None
     if once is None and kind in (int, float, list):
         once = kind()
     if once is twice or type(once) is not kind or kind is bool:
@@ -345,16 +347,16 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
     if isinstance(twice, set):
         return {*twice, *range(len(twice), len(twice) + by)} if len(once) < len(twice) else None
     is_row = issubclass(kind, str | bytes | bytearray | array | list | tuple)
-    return _row_ahead(once, twice, by) if is_row else None
+    return _row_ahead(once, twice, by, wholly=wholly) if is_row else None
 
 
-def _row_ahead(once: Any, twice: Any, by: int) -> Any:
+def _row_ahead(once: Any, twice: Any, by: int, *, wholly: bool) -> Any:
     """Return one that grows with more of its last item, or what has moved in it further on."""
     if len(once) < len(twice):
         return twice + twice[-1:] * by
     if len(once) > len(twice) or isinstance(twice, str):
         return None
-    parts = [ahead(a, b, by) for a, b in zip(once, twice, strict=True)]
+    parts = [ahead(a, b, by, wholly=wholly) for a, b in zip(once, twice, strict=True)]
     if all(part is None for part in parts):
         return None
     parts = [b if part is None else part for part, b in zip(parts, twice, strict=True)]
@@ -366,7 +368,7 @@ def _row_ahead(once: Any, twice: Any, by: int) -> Any:
 
 
 def _counts(once: Any, twice: Any) -> bool:
-    """Whether it is numbers, and all of them are others; or more of them."""
+    """Whether it is numbers, or tensors of them, and all of these are others; or more of them."""
     if isinstance(twice, list | tuple):
         once = twice[:0] if once is None else once
         more = twice[len(once) :]
@@ -374,8 +376,8 @@ def _counts(once: Any, twice: Any) -> bool:
             return _is_alike(once, twice[: len(once)]) and all(_counts(None, one) for one in more)
         return len(once) == len(twice) and all(map(_counts, once, twice))
     if isinstance(twice, Tensor | np.ndarray):
-        is_same = once is not None and (once.shape != twice.shape or not (once != twice).all())
-        return not is_same and twice.dtype not in (torch.bool, np.bool_, np.object_)
+        is_number = twice.dtype not in (torch.bool, np.bool_, np.object_)
+        return is_number and not _is_alike(once, twice)
     return type(twice) in (int, float) and once != twice
 
 

@@ -476,3 +476,16 @@ def test_a_hook_that_looks_on_and_is_made_again_for_each_batch_is_the_same(run):
 
     trained(run, loss)
     run.see(torch.stack(means))
+
+
+KEPT = {"some": torch.relu, "all": torch.neg, "places": lambda out: out.argmax(-1)}
+
+
+@hostile(over=KEPT, silent=True)
+def test_features_that_hooks_keep_are_no_change_of_the_front(run, kept):
+    model, found = run.freeze(Net()), {}
+    for part in ("early", "middle", "late"):
+        keep = lambda m, a, out, part=part: found.__setitem__(part, kept(out))  # noqa: E731
+        model.get_submodule(part).register_forward_hook(keep)
+    run.fit(model, run.loader(rows()), 3)
+    run.see(found["middle"])

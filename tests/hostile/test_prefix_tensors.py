@@ -214,6 +214,11 @@ def test_a_front_that_is_reparametrised_in_mid_run_is_used(run, change):
     changed(run, change)
 
 
+@hostile(over={"pruned": frozen(pruned), "weight norm": frozen(weight_norm)}, served=True)
+def test_a_front_that_is_reparametrised_and_frozen_is_served_again(run, change):
+    changed(run, change, epochs=4)
+
+
 @hostile(over={kind: NORMS[kind] for kind in NORMS if kind != "weight norm"}, served=True)
 def test_a_front_that_was_reparametrised_before_is_served(run, before):
     model = Net()
