@@ -8,8 +8,10 @@ user's own.
 
 from __future__ import annotations
 
+import array
 import copy
 import functools
+import random
 import threading
 import types
 import weakref
@@ -197,7 +199,13 @@ class Copier:
     def _generator(self, value: Any) -> Any:
         if isinstance(value, np.random.Generator):
             return self._keep(value, type(value)(self(value.bit_generator)))
-        return self._keep(value, copy.deepcopy(value))
+        if not isinstance(value, random.Random):
+            return self._keep(value, copy.deepcopy(value))
+        kind: Any = type(value)
+        new = self._keep(value, kind.__new__(kind))  # its constructor may take anything
+        new.setstate(value.getstate())
+        new.__dict__.update(self._each(value.__dict__))
+        return new
 
     # ---- containers ---------------------------------------------------------------------------
 
@@ -316,8 +324,11 @@ class Copier:
         if isinstance(value, threading.local):
             new = self._keep(value, type(value)())
             new.__dict__.update(self(value.__dict__))
+        elif isinstance(value, bytearray | array.array):
+            new = value[:]
         elif isinstance(value, MEMORY):
-            new = copy.copy(value)
+            make: Any = type(value)  # pickling, and so `copy.copy`, takes none with pointers
+            new = make.from_buffer_copy(value)
         elif (copied := objects.iterator_copy(value)) is not value:
             new = copied
         return self._keep(value, new)

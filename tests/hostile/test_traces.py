@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import ctypes
 import functools
 import io
 import itertools
@@ -271,8 +272,13 @@ def test_nothing_is_left_behind(run, look):
 # ---- state of every kind, behind the boundary and before it --------------------------------------
 
 
+class Seeded(random.Random):
+    def __init__(self, path, seed):
+        self.seed(seed)
+
+
 def generators(m):
-    own = random.Random(6)
+    own = Seeded("path", 6)
     m.torch, m.numpy = torch.Generator().manual_seed(3), np.random.default_rng(4)
     m.old, m.python, m.draw = np.random.RandomState(5), own, own.random
 
@@ -287,7 +293,7 @@ def generators(m):
 
 
 def queues(m):
-    m.ring, m.waiting, m.log = collections.deque(maxlen=3), queue.Queue(), []
+    m.ring, m.waiting, m.log, m.c = collections.deque((), 3), queue.Queue(), [], ctypes.c_char_p()
     m.nested = {"a": [{"b": set()}], "n": collections.Counter()}
     m.by_kind, m.numbers = collections.defaultdict(list), itertools.count(3)
 

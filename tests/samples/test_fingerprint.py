@@ -231,9 +231,7 @@ def test_what_refers_to_itself_or_cannot_be_read_ends():
     ring = [1]
     ring.append(ring)
     odd = [ring, threading.Lock(), (i for i in range(3)), sys, object(), torch.Generator(), type]
-    deep = []
-    for _ in range(100):
-        deep = [deep, Scale(1)]
+    deep = functools.reduce(lambda inner, _: [inner, Scale(1)], range(100), [])
     assert print_of(Rare([*odd, deep])) == print_of(Rare([*odd, deep]))
 
 

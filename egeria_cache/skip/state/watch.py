@@ -351,7 +351,7 @@ def is_alike(now: Any, then: Any) -> bool:
     with Attempt():
         text, kind = describe(now), type(now)
         says_more = text != f"={kind.__qualname__}".encode() or issubclass(kind, set | frozenset)
-        return says_more and text == describe(then)
+        return (says_more or own_dict(now) is not None) and text == describe(then)
     return False
 
 
