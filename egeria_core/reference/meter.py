@@ -88,6 +88,8 @@ class ActivationMeter(Meter):
             return
         self._misses = 0
         new = self._layer != frozen
+        if probe.num_rows < 2 and (new or self._costly):
+            return  # one sample has no pairs that could be compared
         if new:
             self._kept, self._costly, self._rows = None, False, probe.num_rows
         is_whole = self._is_long_enough(probe, step)

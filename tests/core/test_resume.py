@@ -217,6 +217,15 @@ def test_a_lost_evaluator_is_one_warning_and_the_learning_rate_still_acts(
     assert len(run.controller.history.of("evaluator_lost")) == 1
 
 
+def test_a_batch_of_one_sample_loses_no_evaluator() -> None:
+    run = Run("mlp", bootstrap=None, tolerance=1e-9)
+    for step in range(30):
+        x, y = family_batch(run.kind, step, size=1 if step % 6 == 1 else 8)
+        run.controller.step(take_step(F.cross_entropy(run.model(x), y), run.optimizer))
+    assert not run.controller.history.of("evaluator_lost")
+    assert len(run.controller.history.of("reading")) >= 8
+
+
 def test_a_tap_that_stays_silent_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(bootstrap=None)
     run.train(range(3))
