@@ -293,7 +293,7 @@ def generators(m):
 
 
 def queues(m):
-    m.ring, m.waiting, m.log, m.c = collections.deque((), 3), queue.Queue(), [], ctypes.c_char_p()
+    m.ring, m.waiting, m.log = collections.deque(maxlen=3), queue.Queue(), [ctypes.c_char_p(b"C")]
     m.nested = {"a": [{"b": set()}], "n": collections.Counter()}
     m.by_kind, m.numbers = collections.defaultdict(list), itertools.count(3)
 
@@ -307,7 +307,7 @@ def queues(m):
         return h
 
     return act, lambda m: [
-        *m.ring, m.waiting.qsize(), torch.cat(m.log), str(m.nested), str(dict(m.by_kind)),
+        *m.ring, m.waiting.qsize(), torch.cat(m.log[1:]), str(m.nested), str(dict(m.by_kind)),
         repr(m.numbers),
     ]  # fmt: skip
 

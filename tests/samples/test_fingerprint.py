@@ -228,8 +228,7 @@ def test_a_data_sets_own_fingerprint_stands_for_its_plain_attributes_but_not_for
 
 
 def test_what_refers_to_itself_or_cannot_be_read_ends():
-    ring = [1]
-    ring.append(ring)
+    (ring := []).append(ring)
     odd = [ring, threading.Lock(), (i for i in range(3)), sys, object(), torch.Generator(), type]
     deep = functools.reduce(lambda inner, _: [inner, Scale(1)], range(100), [])
     assert print_of(Rare([*odd, deep])) == print_of(Rare([*odd, deep]))
