@@ -399,7 +399,7 @@ class SkipEngine:
         # Shapes of tagged tensors are read often: not through their `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             call = self._running["call"].call = Invocation.of(args, kwargs)
-            free = self._free.get(call.layout, frozenset()) if self._free else frozenset()
+            free = self._free.get(call.kinds(), frozenset()) if self._free else frozenset()
             key = () if call.why_not else call.key(free)
         is_plain = self.boundary is None or call.why_not is not None
         result = self._uncached(call) if is_plain else self._cached(call, key)
@@ -525,8 +525,8 @@ class SkipEngine:
         output, capture = replay.full(self._once, plan, call)
         started += time.perf_counter() - plainly
         if plan.free:
-            self._free[call.layout] = self._free.get(call.layout, plan.free) & plan.free
-            key = call.key(self._free[call.layout])
+            free = self._free[call.kinds()] = self._free.get(call.kinds(), plan.free) & plan.free
+            key = call.key(free)
         plan.settle(key)
         self._share_padding(plan)
         self._publish(plan, call)

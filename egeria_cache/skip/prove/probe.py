@@ -401,7 +401,10 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan, seen: Observed) -> None:
             apart = found if len(found) > 1 else []
             found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
     plan.free = frozenset(one for one in found if type(one) is int)
-    plan.attributes -= {(id(one[0]), one[1]) for one in found if type(one) is tuple} - seen.really
+    numbers = [
+        one for one in found if type(one) is tuple and (id(one[0]), one[1]) not in seen.really
+    ]
+    plan.numbers, plan.attributes = numbers, plan.attributes - {(id(m), key) for m, key in numbers}
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
 

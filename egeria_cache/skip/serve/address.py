@@ -74,7 +74,7 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         for path, leaf in zip(paths, call.leaves, strict=True)
         if not isinstance(leaf, Tensor)
     }
-    arguments |= dict.fromkeys(map(paths.__getitem__, plan.free), "any")  # not None, all the same
+    arguments |= {paths[i]: f"any {type(call.leaves[i]).__name__}" for i in plan.free}
     weights = "".join(f"{name}={content};" for name, content in guard.contents())
     pinned = {paths[i]: tensor_digest(tensor) for i, tensor in plan.pinned.items()}
     specs = {name: plan.tensor_spec(slot) for name, slot in plan.slots().items()}

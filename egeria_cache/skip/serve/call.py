@@ -275,16 +275,21 @@ class Invocation:
 
         return self.rebuild(swap)
 
+    def kinds(self) -> tuple[Any, ...]:
+        """What decides which arguments may have any value: of this kind, that is."""
+        return (self.layout, *map(_kind, self.leaves))
+
     def key(self, free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
         """What must be equal for two calls to be served by the same plan.
 
         Args:
-            free: Positions of plain arguments that may differ: the prefix does not use them.
+            free: Positions of plain arguments of which only the kind counts: the prefix does not
+                use them.
         """
         leaves = list[Any]()
         for i, leaf in enumerate(self.leaves):
             if i in free:
-                leaves.append("any")
+                leaves.append(_kind(leaf))
             elif isinstance(leaf, Tensor):
                 leaves.append((self.shape(i), leaf.dtype, leaf.device))
             else:
@@ -355,13 +360,30 @@ def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:
 _FOLLOWING: dict[Any, frozenset[int]] = {}
 
 
+def _kind(leaf: Any) -> type:
+    return Tensor if isinstance(leaf, Tensor) else type(leaf)
+
+
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
         return (type(leaf), leaf)
     # An object may be changed in place between two calls, or be made anew for each: it counts by
     # what it holds, and by itself only where that does not say all of it.
     held = Content(leaf)
-    return (type(leaf), 0 if held.is_all else id(leaf), tuple(held.texts.items()))
+    return (type(leaf), 0 if held.is_all else _Itself(leaf), tuple(held.texts.items()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Itself:
+    """An object that is told from all others. It is kept: another one could have its place."""
+
+    one: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.one is other.one
+
+    def __hash__(self) -> int:
+        return id(self.one)
 
 
 def _untagged(leaves: list[Any]) -> str:

@@ -82,7 +82,10 @@ class ReplayPlan:
     draws: bool = False
     """Whether the prefix draws random numbers (to no effect on what is cached)."""
     free: frozenset[int] = frozenset()
-    """Positions of plain arguments that the prefix does not use: any value fits."""
+    """Positions of plain arguments that the prefix does not use: any value of the kind fits."""
+    numbers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Attributes of modules that are not skipped, of which the prefix uses no value: any number
+    fits."""
     attributes: frozenset[tuple[int, str]] = frozenset()
     """(id of an ancestor or another module, name) that code around the boundary reads before it
     returns."""
@@ -153,6 +156,8 @@ class ReplayPlan:
         if is_beyond or self.grad_mode not in (None, torch.is_grad_enabled()):
             return False
         if (*map(_is_training, self.ancestors), *map(_is_training, self.others)) != self.modes:
+            return False
+        if any(type(vars(module).get(key)) not in (int, float) for module, key in self.numbers):
             return False
         for position, known in self.leaf_names.items():
             leaf = call.tagged.get(position)
