@@ -395,10 +395,11 @@ def _some_elements(tensor: Tensor) -> Tensor | None:
     """Return a view of a few elements as integers, spread over the tensor's memory."""
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    plain = bits(tensor.detach())
+    plain = tensor.detach()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
     extent = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
     step = max(1, extent // _SAMPLED)
-    return plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset())
+    return bits(plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset()))
 
 
 def _pieces(tensor: Tensor) -> list[memoryview]:
