@@ -241,7 +241,9 @@ class CollateLoaded:
 
     def _again(self, samples: list[Any], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Return the leaves of groups of samples, each collated alone; none if one cannot be."""
-        found = []
+        found: list[dict[str, Any]] = []
+        if not groups:
+            return found
         with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
             for rows in groups:
                 some = [copy.deepcopy(samples[row]) for row in rows]

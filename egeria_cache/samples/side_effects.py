@@ -72,6 +72,7 @@ class _NumPy:
     def put_back(self, look: bytes) -> None:
         if len(look) != _BYTES:
             np.random.set_state(pickle.loads(look))
+            self._words = b""  # with a deviate, perhaps, that was taken since
             return
         words = np.frombuffer(look, np.uint32)
         np.random.set_state(("MT19937", words[:-1], int(words[-1]), 0, 0.0))

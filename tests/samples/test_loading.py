@@ -305,6 +305,8 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
             generator.seed(3)
         if keeps_a_normal_deviate:
             np.random.randn()
+            with preserved():
+                np.random.randn(), GENERATORS["numpy"].look()  # taken, and put back
         use()
         return [random.random(), np.random.randn(), np.random.randn(), torch.rand(()).item()]
 
@@ -312,8 +314,7 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
 
     def load():
         for start in range(0, 24, 4):
-            ids = list(range(start, start + 4))
-            samples.load(Task(0, ids, ids, [0] * len(ids), 7))
+            samples.load(Task(0, ids := [*range(start, start + 4)], ids, [0] * 4, 7))
 
     assert drawn(load) == drawn(lambda: None)
     assert drawn(load) == drawn(lambda: None)
