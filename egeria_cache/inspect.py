@@ -226,7 +226,8 @@ def diff(options: argparse.Namespace, report: Report) -> Told:
     read = [store.Manifest.read(options.directory / name).fields for name in names]
     one, other = (dict(_flat(fields)) for fields in read)
     pairs = {name: (one.get(name), other.get(name)) for name in sorted({*one, *other})}
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    in_one = one.keys() ^ other.keys()
+    differing = {name: pair for name, pair in pairs.items() if name in in_one or pair[0] != pair[1]}
     rows = [(name, *map(json.dumps, pair)) for name, pair in differing.items()]
     lines = _table(dict.fromkeys(("field", *names), "<"), rows) if rows else ["the same fields"]
     content = {name: dict(zip(names, pair, strict=True)) for name, pair in differing.items()}
@@ -236,7 +237,7 @@ def diff(options: argparse.Namespace, report: Report) -> Told:
 def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Give each value under its whole name: "tensors.layer1.shape"."""
     for name, value in fields.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from ((f"{name}.{inner}", one) for inner, one in _flat(value))
         else:
             yield name, value

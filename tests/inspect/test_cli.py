@@ -121,11 +121,12 @@ def test_diff_shows_the_fields_that_differ(filled, capsys):
     _, report = ask_json(capsys, filled)
     names = [one["name"] for one in report["generations"]]
     code, differing = ask_json(capsys, filled, "diff", *names)
-    assert code == 0
-    assert list(differing) == ["boundary"]
+    assert (code, list(differing)) == (0, ["boundary"])
     assert set(differing["boundary"].values()) == {"layer1", "layer2"}
     assert "boundary" in ask(capsys, filled, "diff", *names)[1].out
     assert "the same" in ask(capsys, filled, "diff", names[0], names[0])[1].out
+    other = [ActivationStore(filled).open_generation(one).name for one in ({"a": None}, {"b": {}})]
+    assert ask_json(capsys, filled, "diff", *other)[1].keys() == {"a", "b"}
 
 
 def test_prune_removes_nothing_without_yes(filled, capsys):
