@@ -9,44 +9,29 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiplicativeLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler as lrs
 
 from egeria_core.rules import MeanRate
 from egeria_core.savings import Schedule, find_length
 
 TOTAL = 60
-SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
-    "lambda": lambda o: LambdaLR(o, [lambda n: 1 - n / TOTAL, lambda n: 0.5]),
-    "step": lambda o: StepLR(o, 20),
-    "multistep": lambda o: MultiStepLR(o, [20, 50]),
-    "cosine": lambda o: CosineAnnealingLR(o, TOTAL),
-    "onecycle": lambda o: OneCycleLR(o, [0.1, 0.2], TOTAL),
-    "warm-up, cosine": lambda o: SequentialLR(
-        o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, TOTAL - 10)], [10]
+SCHEDULERS: dict[str, Callable[[Any], lrs.LRScheduler]] = {
+    "lambda": lambda o: lrs.LambdaLR(o, [lambda n: 1 - n / TOTAL, lambda n: 0.5]),
+    "step": lambda o: lrs.StepLR(o, 20),
+    "multistep": lambda o: lrs.MultiStepLR(o, [20, 50]),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, TOTAL),
+    "onecycle": lambda o: lrs.OneCycleLR(o, [0.1, 0.2], TOTAL),
+    "warm-up, cosine": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=10), lrs.CosineAnnealingLR(o, TOTAL - 10)], [10]
     ),
-    "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.1, 10), ExponentialLR(o, 0.97)]),
-    "constant": lambda o: ConstantLR(o, 1.0, 1),
-    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 15),
-    "cyclic": lambda o: CyclicLR(o, 0.01, 0.1, 10, cycle_momentum=False),
-    "polynomial": lambda o: PolynomialLR(o, TOTAL),
-    "multiplicative": lambda o: MultiplicativeLR(o, lambda n: 0.98),
+    "chained": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o, 0.1, 10), lrs.ExponentialLR(o, 0.97)]
+    ),
+    "constant": lambda o: lrs.ConstantLR(o, 1.0, 1),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 15),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, 10, cycle_momentum=False),
+    "polynomial": lambda o: lrs.PolynomialLR(o, TOTAL),
+    "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda n: 0.98),
 }
 LENGTHS = {"cosine": 60, "onecycle": 60, "warm-up, cosine": 60, "polynomial": 60}
 
@@ -113,7 +98,7 @@ def test_without_a_scheduler_only_the_steps_are_known() -> None:
 
 def test_a_plateau_cannot_be_foretold_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = make_optimizer()
-    scheduler = ReduceLROnPlateau(optimizer)
+    scheduler = lrs.ReduceLROnPlateau(optimizer)
     schedule = Schedule(scheduler, 30)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 20):
@@ -129,10 +114,10 @@ def test_a_plateau_cannot_be_foretold_and_is_said_once(caplog: pytest.LogCapture
 def test_a_scheduler_that_is_stepped_twice_a_step_is_followed() -> None:
     """As under Accelerate with two processes."""
     optimizer = make_optimizer()
-    scheduler = CosineAnnealingLR(optimizer, 2 * TOTAL)
+    scheduler = lrs.CosineAnnealingLR(optimizer, 2 * TOTAL)
 
     class Twice:
-        def __init__(self, inner: LRScheduler) -> None:
+        def __init__(self, inner: lrs.LRScheduler) -> None:
             self.scheduler = inner
 
         def step(self) -> None:
