@@ -524,7 +524,7 @@ class SkipEngine:
         (plan, proved), plainly = found, time.perf_counter()
         output, capture = replay.full(self._once, plan, call)
         started += time.perf_counter() - plainly
-        if plan.free:
+        if len(call.tagged) < len(call.leaves):
             free = self._free[call.kinds()] = self._free.get(call.kinds(), plan.free) & plan.free
             key = call.key(free)
         plan.settle(key)

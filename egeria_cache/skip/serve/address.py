@@ -15,7 +15,7 @@ from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Code, describe, digest, tensor_digest
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.model.fsdp import casts_of
-from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes
+from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes, kind_of
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
@@ -74,7 +74,7 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         for path, leaf in zip(paths, call.leaves, strict=True)
         if not isinstance(leaf, Tensor)
     }
-    arguments |= {paths[i]: f"any {type(call.leaves[i]).__name__}" for i in plan.free}
+    arguments |= {paths[i]: f"any {kind_of(call.leaves[i])}" for i in plan.free}
     weights = "".join(f"{name}={content};" for name, content in guard.contents())
     pinned = {paths[i]: tensor_digest(tensor) for i, tensor in plan.pinned.items()}
     specs = {name: plan.tensor_spec(slot) for name, slot in plan.slots().items()}

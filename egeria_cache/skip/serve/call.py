@@ -277,7 +277,7 @@ class Invocation:
 
     def kinds(self) -> tuple[Any, ...]:
         """What decides which arguments may have any value: of this kind, that is."""
-        return (self.layout, *map(_kind, self.leaves))
+        return (self.layout, *map(kind_of, self.leaves))
 
     def key(self, free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
         """What must be equal for two calls to be served by the same plan.
@@ -289,7 +289,7 @@ class Invocation:
         leaves = list[Any]()
         for i, leaf in enumerate(self.leaves):
             if i in free:
-                leaves.append(_kind(leaf))
+                leaves.append(kind_of(leaf))
             elif isinstance(leaf, Tensor):
                 leaves.append((self.shape(i), leaf.dtype, leaf.device))
             else:
@@ -360,8 +360,10 @@ def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:
 _FOLLOWING: dict[Any, frozenset[int]] = {}
 
 
-def _kind(leaf: Any) -> type:
-    return Tensor if isinstance(leaf, Tensor) else type(leaf)
+def kind_of(leaf: Any) -> Any:
+    """Return what counts of an argument of which the value does not."""
+    is_tensor = isinstance(leaf, Tensor)
+    return (Tensor, leaf.dtype, leaf.dim(), leaf.device) if is_tensor else type(leaf)
 
 
 def _describe(leaf: Any) -> Any:
