@@ -63,7 +63,7 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
     named = [one.argval for one in found if one.opcode in dis.hasname]
     by_text = [] if _BY_TEXT.isdisjoint(named) else [one.argval for one in found]
     texts = tuple(text for text in by_text if type(text) is str)
-    parts = (part for text in texts for part in text.split("."))
+    parts = [part for text in texts if "attrgetter" in named for part in text.split(".")]
     own = Names(
         tuple(one.argval for one in found if one.opname in _LOADS),
         tuple(one.argval for one in found if one.opname in _STORES),
