@@ -83,6 +83,8 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         for dim, _ in growth.dims:
             shapes[name][dim] = "length"
     odd: dict[str, Any] = {} if plan.grad_mode is None else {"gradients": plan.grad_mode}
+    if plan.numbers:  # that they are there
+        odd["numbers"] = sorted(f"{plan.names.get(id(m), '')}.{key}" for m, key in plan.numbers)
     if (precision := str(fp32_precision())) != "highest":
         odd["precision"] = precision
     return odd | {
