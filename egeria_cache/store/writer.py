@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ class Writer:
         self._counting = threading.Lock()
         self.work_s = 0.0
         """Processor time of its thread so far."""
-        self._changed = threading.Condition()
+        self._changed, self._process = threading.Condition(), os.getpid()
         self._thread: threading.Thread | None = None
 
     @property
@@ -139,8 +140,8 @@ class Writer:
 
     def gather(self, gathers: bool) -> None:
         """Wait for groups, or no more: what is queued is committed now, in its turn."""
-        if self._gathers == gathers:
-            return
+        if self._gathers == gathers or os.getpid() != self._process:
+            return  # in a forked child the thread may have held its lock for ever
         with self._changed:
             self._gathers, self._hurries = gathers, self._hurries or not gathers
             self._changed.notify_all()

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -502,10 +503,15 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
 
 def test_a_store_used_across_fork_says_what_to_do(store):
     keep(store, [1], rows([1]))
+    store.writer.gather(True)
     reading, writing = os.pipe()
+    other = ThreadPoolExecutor(1)
+    other.submit(store.writer._changed.acquire).result()  # as the writer may, just then
     child = os.fork()
     if child == 0:
+        threading.Timer(10, os._exit, [1]).start()
         try:
+            store.writer.gather(False)
             store.get_batch([1])
             answer = b"served"
         except StoreError as error:
@@ -513,6 +519,7 @@ def test_a_store_used_across_fork_says_what_to_do(store):
         os.write(writing, answer)
         os._exit(0)
     os.waitpid(child, 0)
+    other.submit(store.writer._changed.release).result()
     os.close(writing)
     assert b"before fork()" in os.read(reading, 10_000)
     os.close(reading)
