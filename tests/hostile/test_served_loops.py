@@ -326,6 +326,10 @@ def hidden_loss(m, b):
 RETURNED = {
     "the loss": (lossy, lambda m, b: m(b[0], y=b[1])[1]),
     "hidden states": (returning, hidden_loss),
+    "itself": (
+        lambda m, x: {"features": m.middle(m.early(x)), "of": m},
+        lambda m, b: F.cross_entropy((given := m(b[0]))["of"].back(given["features"]), b[1]),
+    ),
 }
 
 

@@ -55,6 +55,10 @@ class ModelCopy:
         finally:
             self.moved = self._weights.put_back()
 
+    def real(self, value: Any) -> Any:
+        """Return the user's module for a copy of it, and anything else as it is."""
+        return self._real.get(id(value), value)
+
     def names(self, names: Mapping[int, str]) -> dict[int, str]:
         """Return the names of the copies beside those of the modules."""
         ours = {key: names[id(real)] for key, real in self._real.items() if id(real) in names}
@@ -71,7 +75,7 @@ class ModelCopy:
         """Route the calls of the copies of `modules` to a handler that is told the modules."""
 
         def handle(module: nn.Module, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-            return handler(self._real.get(id(module), module), original, *args, **kw)
+            return handler(self.real(module), original, *args, **kw)
 
         return intercept([self.of(module) for module in modules], handle)
 

@@ -138,7 +138,8 @@ class TracedBatch:
         self.before.restore(for_a_copy=True)
         run, self.held = PrefixRun(self, stops=False), self.held_by(copied)
         with copied.intercept(self.modules, run):
-            self.result = copied.call.result(copied.forward(*args, **kwargs))
+            leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
+            self.result = [*map(copied.real, leaves)], layout
         """All that the call has brought, taken apart."""
         self.outputs, self.seconds = run.outputs, run.seconds
         """Per step: as it stood when the boundary returned; and from the model's start on."""
