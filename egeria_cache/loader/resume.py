@@ -1,8 +1,8 @@
 """Mid-epoch resume: where a loader stands in its epochs, small enough for every checkpoint.
 
 The state names the start of the epoch (the states of the random generators that the sampler draws
-from) and the number of batches given out since. It does not depend on what was read ahead, nor on
-the number of workers: resuming draws the same index batches again and drops those that were used.
+from), the number of batches given out since, and how many were drawn. The number of workers may be
+another: resuming draws the same index batches again and drops those that were used.
 
 An iterable data set has no index batches: DataLoader's own iterator goes over it, its batches are
 counted, and loaded again where it keeps no state.
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -62,6 +63,8 @@ class Progress:
     """What the sampler draws in an epoch, samples or batches, if it says so."""
     yielded: int = 0
     """Batches given out."""
+    asked: int = 0
+    """How often the sampler was asked for one, or for one more after the last: ahead, as a rule."""
     finished: bool = False
     """Whether the pass came to its end; resuming then begins the next epoch."""
     dataset: Any = field(default=None, repr=False)
@@ -176,6 +179,14 @@ def _text(array: np.ndarray) -> str:
 
 def _bytes(text: str) -> bytearray:
     return bytearray(base64.b64decode(text))  # torch wants memory that can be written
+
+
+def _asking(batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
+    """Draw `batches`, and count how often they were asked for one."""
+    for batch in batches:
+        progress.asked += 1
+        yield batch
+    progress.asked += 1
 
 
 def noting(
@@ -344,6 +355,8 @@ class ResumableLoader(DataLoader[T_co]):
             # Without a way back to the loader: see `Pass` about cycles.
             state = partial(state_of, stateful)
             batches = noting(self._index_sampler, batches, state, progress)
+        asked, progress.asked = progress.asked, 0
+        batches = _asking(batches, progress)
         if progress.drew_base_seed:
             # What DataLoader draws when it starts a pass.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -351,10 +364,12 @@ class ResumableLoader(DataLoader[T_co]):
             before, num_drawn = progress.num_drawn, self._num_drawn()
             if None not in (before, num_drawn) and before != num_drawn:
                 log.warning(_OTHER_LENGTH, before, num_drawn)
-            for _ in range(0 if knows_place else progress.yielded):
-                if next(batches, None) is None:
-                    break
-            progress.drawn.clear()
+            if not knows_place:
+                # As many as had been: with the last one a sampler may draw random numbers again.
+                drawn = list(islice(batches, max(asked, progress.yielded)))
+                batches = chain(drawn[progress.yielded :], batches)
+                for _ in drawn[: progress.yielded]:
+                    progress.skip()
             assert progress.now is not None, "a loaded state holds the generators of its moment"
             self._sampler_rng.set(progress.now)
             progress.now = None

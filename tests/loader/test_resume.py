@@ -33,8 +33,7 @@ class OwnSampler(Sampler):
 
         import numpy as np
 
-        order = list(range(NUM_SAMPLES))
-        random.shuffle(order)
+        order = random.sample(range(NUM_SAMPLES), NUM_SAMPLES)
         return iter([order[i] for i in np.random.permutation(NUM_SAMPLES)])
 
     def __len__(self):
@@ -47,7 +46,7 @@ def samplers():
         "a user's": {"sampler": OwnSampler()},
         "sequential": {},
         "shuffle": {"shuffle": True},
-        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(5)},
+        "workers": {"shuffle": True, "generator": torch.Generator().manual_seed(5), "num_workers": 2},
         "sampler's generator": {
             "sampler": RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(5))
         },
