@@ -42,11 +42,12 @@ class OwnSampler(Sampler):
 
 def samplers():
     weights = torch.arange(1.0, NUM_SAMPLES + 1)
+    generator = torch.Generator().manual_seed(5)
     return {
         "a user's": {"sampler": OwnSampler()},
         "sequential": {},
         "shuffle": {"shuffle": True},
-        "workers": {"shuffle": True, "generator": torch.Generator().manual_seed(5), "num_workers": 2},
+        "workers": {"shuffle": True, "generator": generator, "num_workers": 2},
         "sampler's generator": {
             "sampler": RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(5))
         },
