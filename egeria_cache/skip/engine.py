@@ -28,7 +28,7 @@ from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
-from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun
+from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
@@ -691,7 +691,10 @@ class SkipEngine:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
             started = time.perf_counter()
-            if not are_alike(self.model.modules()):
+            own = getattr(self._attached, "__wrapped__", None)
+            if (before := before_in_sequence(self.model, self.boundary, own)) is not None:
+                self._held.extend(before)
+            elif not are_alike(self.model.modules()):
                 with Attempt():  # if it is the model's own error, its forward raises it again
                     self._dry_run(self.boundary, call).discover()
             self.host.note("proof", time.perf_counter() - started)
