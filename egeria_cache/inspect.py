@@ -248,7 +248,9 @@ def prune(options: argparse.Namespace, report: Report) -> Told:
     days = math.inf if options.older_than is None else options.older_than
     is_chosen = options.unused or options.damaged or options.to_size or days < math.inf
     if not (is_chosen and days >= 0):
-        raise ValueError("prune needs --older-than DAYS, --to-size, --unused or --damaged")
+        raise ValueError(
+            "prune needs --older-than DAYS (0 or more), --to-size, --unused or --damaged"
+        )
     unused = sorted(
         (one for one in report["generations"] if not one["in_use"]), key=itemgetter("last_used")
     )
