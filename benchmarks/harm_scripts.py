@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from benchmarks.harm.models import VisionTransformer
+from benchmarks.harm.policy import saved_steps
 from benchmarks.harness import environment, parser, publish, tell
 from benchmarks.time_to_accuracy.images import ResNet, digits
 from benchmarks.time_to_accuracy.text import VOCABULARY, Block, read_source, windows
@@ -252,8 +253,7 @@ def _outcome(
         assert isinstance(controller.policy, BudgetPolicy)
         found["predicted"] = controller.policy.spent
         found["moves"] = [list(move) for move in controller.schedule()]
-        moves = controller.history.of("boundary")
-        found["saved"] = sum(move.get("saving_steps", 0.0) for move in moves)
+        found["saved"] = saved_steps(controller.history)
         controller.close()
     return found
 

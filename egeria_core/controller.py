@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +19,11 @@ from egeria_cache import BoundaryMoved, FrozenPrefix
 from egeria_cache.arguments import names_known
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.history import History, Verdict
-from egeria_core.policies import Policy, PolicyError, Reading, StaticPolicy, make_policy
-from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap, whole
+from egeria_core.policies import Policy, PolicyError, Reading, make_policy
+from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap
 from egeria_core.reference import ActivationMeter
 from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
-from egeria_core.savings import MoveCost, Savings, Schedule
+from egeria_core.savings import Savings, Schedule
 from egeria_core.watch import LayerMap, Meter, MovementMeter, Watched, can_be_read
 
 log = logging.getLogger("egeria")
@@ -138,14 +137,19 @@ class FreezeController:
         self._untold: list[BoundaryMoved] = []
         self.num_frozen = 0
         """Number of frozen layers."""
-        self._declined = self._step = 0
+        self._step = 0
         self._tied: set[tuple[str, str]] = set()
         self._schedule: list[tuple[int, str | None]] = []
         self._losses = MeanLoss()
         kind: Any = METERS.get(measure, self.policy)
         self.per_layer = kind.per_layer
         """Whether every rank measures its part of each layer; else one measures the front."""
-        if not (self._ranks.measures or (self._ranks.is_sharded and self.per_layer)):
+        if self._ranks.is_sharded and not (self.per_layer or measure == "nothing"):
+            raise ValueError(
+                f"{type(self.policy).__name__} looks at whole layers, which fully_shard has cut: "
+                "use policy='budget', and give total_steps or an lr_scheduler that knows its end"
+            )
+        if not self._ranks.measures:
             kind = Meter
         self._meter = kind.make_meter(
             Watched(self.model, self.optimizer, self._map, self.evaluate_every, self.config,
@@ -204,30 +208,20 @@ class FreezeController:
         # ranks and resumed runs decide at the same steps as long as the evaluator keeps up.
         verdicts: list[Verdict] = []
         if self.policy.measure != "nothing" and self._step % self.evaluate_every == 0:
-            self._measure()
+            if self._is_mine:
+                self._meter.measure(self._step, self.num_frozen)
             verdicts = self._ranks.share(self._meter.collect(), self.num_frozen)
         for verdict in verdicts or (None,):
             self._decide(verdict)
         self._prepare()
 
-    def _measure(self) -> None:
-        """Measure, if this process does; of a sharded front layer all ranks give their part."""
-        front: list[nn.Module] = []
-        if self._ranks.is_sharded and not self.per_layer:
-            names = self._map.layers[self._front].modules
-            front = [self.model.get_submodule(name) for name in names]
-        with whole(front):
-            self._meter.measure(self._step, self._front)
+    _is_mine = True
+    """Whether this process looks at the front now."""
 
     def _prepare(self) -> None:
         """Have the next forward captured if it belongs to an evaluation step."""
-        if (self._step + 1) % self.evaluate_every == 0:
-            self._meter.prepare(self._front)
-
-    @property
-    def _front(self) -> int:
-        """Which layer the policy looks at: what it asked for in vain is done with for it."""
-        return max(self.num_frozen, self._declined)
+        if self._is_mine and (self._step + 1) % self.evaluate_every == 0:
+            self._meter.prepare(self.num_frozen)
 
     def _resolve(self) -> None:
         """Settle the layers by the first forward, which has just run."""
@@ -272,7 +266,7 @@ class FreezeController:
         """Ask the policy, and do as it says."""
         prospect = None
         if verdict is None:
-            verdict = Verdict(self._step, self._front, None)
+            verdict = Verdict(self._step, self.num_frozen, None)
         else:
             self._record(verdict)
             if self.policy.measure == "movement":
@@ -299,30 +293,12 @@ class FreezeController:
         if frozen < self.num_frozen:
             # Everything behind the new front was trained under another front: release it whole.
             self._move(0, "unfrozen")
-        self._declined = min(self._declined, frozen)
-        if frozen > self._front:
-            payoff = self._savings.weigh(self._step, self.num_frozen, frozen)
-            # What was set by hand is the user's own order.
-            by_hand = isinstance(self.policy, StaticPolicy)
-            if payoff is None or by_hand or payoff.saving_steps >= payoff.cost_steps:
-                self._move(frozen, "frozen", payoff)
-            else:
-                self._decline(frozen, payoff)
+        if frozen > self.num_frozen:
+            self._move(frozen, "frozen")
 
-    def _decline(self, frozen: int, payoff: MoveCost) -> None:
-        """Leave a move that cannot pay; the policy goes on as if it had been made."""
-        self._declined = frozen
-        boundary = self._map.boundaries[frozen - 1]
-        self.history.add("declined", self._step, boundary=boundary, **asdict(payoff))
-        log.info(
-            "egeria: did not freeze %s at step %d: it %s, and a move costs %.2g steps",
-            boundary, self._step, payoff, payoff.cost_steps,
-        )  # fmt: skip
-
-    def _move(self, frozen: int, reason: str, payoff: MoveCost | None = None) -> None:
+    def _move(self, frozen: int, reason: str) -> None:
         """Freeze or release, rebuild DDP, write it down, tell everybody."""
         previous = self.boundary
-        self._declined = 0
         if self._ranks.is_sharded:
             to_shards(self.model)
         if frozen:
@@ -335,11 +311,11 @@ class FreezeController:
         reason = f"{reason} by {type(self.policy).__name__}{why and ': '}{why}"
         event = BoundaryMoved(self._step, self.boundary, previous, reason)
         self._schedule.append((event.step, event.boundary))
-        self._record_move(event, payoff)
+        self._record_move(event)
         self._untold.append(event)
         self._tell()
 
-    def _record_move(self, event: BoundaryMoved, payoff: MoveCost | None) -> None:
+    def _record_move(self, event: BoundaryMoved) -> None:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.history.add(
             "boundary",
@@ -351,12 +327,8 @@ class FreezeController:
             num_layers=len(self._map.layers),
             active_parameters=sum(size for size, trains in sizes if trains),
             total_parameters=sum(size for size, _ in sizes),
-            **({} if payoff is None else asdict(payoff)),
         )
-        log.info(
-            "egeria: step %d: boundary %s (%s)%s",
-            event.step, event.boundary, event.reason, "" if payoff is None else f"; it {payoff}",
-        )  # fmt: skip
+        log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
 
     def _follow(self) -> None:
         """Have what runs the model on several ranks follow the move, before anybody is told."""
@@ -437,7 +409,6 @@ class FreezeController:
             "history": list(self.history),
             "meter": self._meter.state_dict(),
             "savings": self._savings.state_dict(),
-            "declined": self._declined,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -459,7 +430,6 @@ class FreezeController:
             self._move(state["frozen"], "resumed")
         self._schedule = [(step, boundary) for step, boundary in state["schedule"]]
         self._savings.load_state_dict(state["savings"])
-        self._declined = state["declined"]
         self._meter.bind()
         if state["meter"]:
             self._meter.load_state_dict(state["meter"])

@@ -5,9 +5,8 @@ numbers to the same pure policy. So all ranks freeze the same layers at the same
 message per step, and any rank's `state_dict()` is everyone's. A DistributedDataParallel is made to
 follow a freeze.
 
-Of a model that `fully_shard` cuts, a layer that is measured or copied has to be whole, and without
-what FSDP2 hangs on it; what is frozen has to be frozen on the DTensors that the optimizer has. A
-unit's own parts are named in `egeria_cache/skip/model/fsdp.py`.
+Of a model that `fully_shard` cuts, what is frozen has to be frozen on the DTensors that the
+optimizer has. A unit's own parts are named in `egeria_cache/skip/model/fsdp.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Ranks:
             self._device = wire_of(self._group, next(model.parameters()).device)
         self.is_first = self._group is None or dist.get_rank(self._group) == 0
         """Whether this process writes the history."""
-        self.measures = self.is_first
+        self.measures = self.is_first or self.is_sharded
         """Whether this process may ever measure."""
 
     def agree(self, value: Any) -> Any:
@@ -129,7 +128,6 @@ def rebuild(ddp: DistributedDataParallel) -> None:
             parameter.grad = None
 
 
-_STATE_DICT_HOOKS = {name for name in vars(nn.Module()) if "state_dict" in name}
 _HOOKS = {name for name in vars(nn.Module()) if re.search(r"ward(_pre)?_hooks", name)}
 """Of forward and backward, whichever this version of PyTorch has."""
 
@@ -190,58 +188,16 @@ def global_sums(sums: Tensor, like: Tensor) -> Tensor:
     return sums
 
 
-def _places(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return where the modules' own sharded parameters stand: (dict, name, parameter)."""
-    return [
-        (module._parameters, key, parameter)
-        for module in modules
-        for key, parameter in module._parameters.items()
-        if is_sharded(parameter)
-    ]
-
-
 @contextmanager
-def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules have their whole parameters inside the block; called by all ranks."""
-    places = _places(nn.ModuleList(modules).modules())
-    try:
-        with torch.no_grad():
-            for slot, key, parameter in places:
-                slot[key] = nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
-        yield
-    finally:
-        for slot, key, parameter in places:
-            slot[key] = parameter
-
-
-@contextmanager
-def plain_structure(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules have no hooks inside the block, and be what they were before `fully_shard`.
-
-    So that they can be copied: a copy must not copy what other people hung on them. Parameters that
-    are still sharded have their whole shape there, and no values. Local.
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have no hooks inside the block, so that they can be copied: a copy must not copy
+    what other people hung on them.
     """
-    holder = nn.ModuleList(modules)
-    inside, units = [*holder.modules()][1:], set(map(id, _units(holder)))
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    marks = [] if contract is None else [contract.STATE_KEY, contract.REGISTRY_KEY]
-    hooks = _HOOKS | (_STATE_DICT_HOOKS if units else set())
-    before = [(module, type(module), dict(module.__dict__)) for module in inside]
-    sharded = _places(inside)
+    before = [(m, dict(m.__dict__)) for module in modules for m in module.modules()]
     try:
-        for module, kind, own in before:
-            if id(module) in units:
-                module.__class__ = kind.__bases__[1]
-            module.__dict__.update({name: OrderedDict() for name in hooks & own.keys()})
-            for name in marks:
-                module.__dict__.pop(name, None)
-        for slot, key, p in sharded:
-            empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            slot[key] = nn.Parameter(empty, p.requires_grad)
+        for module, own in before:
+            module.__dict__.update({name: OrderedDict() for name in _HOOKS & own.keys()})
         yield
     finally:
-        for slot, key, parameter in sharded:
-            slot[key] = parameter
-        for module, kind, own in before:
-            module.__class__ = kind
+        for module, own in before:
             module.__dict__.update(own)

@@ -1,7 +1,6 @@
-"""What a move saves over the steps that are left, against what moves cost; how long a run goes on.
+"""What a move saves over the steps that are left, for a policy to weigh; how long a run goes on.
 
-Every policy's moves pass here: one whose saving is below its cost is not made. Both are counted in
-steps and nothing is timed, so that runs and ranks answer alike.
+Both are counted in steps and nothing is timed, so that runs and ranks answer alike.
 
 The learning rate that is left is summed over the steps to come: a scheduler is asked by stepping a
 copy of it to the end, which has no parameters and no connection to the real one. So whatever it is
@@ -39,19 +38,6 @@ TRIES = 8
 """How often a schedule that did something else is simulated anew."""
 LENGTHS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
 """The schedulers that say where they end, and how they call it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCost:
-    """One move, weighed."""
-
-    saving_steps: float
-    """Over the rest of the schedule."""
-    cost_steps: float
-    left_steps: int
-
-    def __str__(self) -> str:
-        return f"saves {self.saving_steps:.3g} of the {self.left_steps} steps left"
 
 
 def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
@@ -113,14 +99,6 @@ class Savings(Remembered):
             cost=self._move_cost,
             every=every,
         )
-
-    def weigh(self, step: int, frozen: int, wanted: int) -> MoveCost | None:
-        """Weigh freezing up to `wanted` where `frozen` are; None: not known. On every rank."""
-        left = self.schedule.remaining(step, self._mean_rate())
-        if left is None or self.saves is None:
-            return None
-        part = self.saves[wanted] - self.saves[frozen]
-        return MoveCost(part * left.steps, self._move_cost, left.steps)
 
 
 class ScheduleError(Exception):

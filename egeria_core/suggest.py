@@ -19,7 +19,7 @@ from torch import nn
 from egeria_cache.skip import RandomState, is_sharded
 from egeria_cache.tables import as_text
 from egeria_core.policies import StaticPolicy
-from egeria_core.ranks import plain_structure, unwrap
+from egeria_core.ranks import unwrap, without_hooks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def suggest_boundary(
 
     def tried(boundary: str | None) -> tuple[float, float, list[str]]:
         torch.manual_seed(0)  # the order and dropout are the same in all trials
-        with plain_structure([model]):
+        with without_hooks([model]):
             copied = copy.deepcopy(model).train()
         policy = StaticPolicy({0: boundary})
         train(copied, policy)

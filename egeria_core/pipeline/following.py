@@ -56,17 +56,8 @@ class PipelineController(FreezeController):
     def _make_ranks(self) -> Ranks:
         return _PipelineRanks(self)
 
-    def _measure(self) -> None:
-        if self._is_mine:
-            super()._measure()
-
-    def _prepare(self) -> None:
-        if self._is_mine:
-            super()._prepare()
-
     @property
-    def _is_mine(self) -> bool:
-        """Whether this rank measures now."""
+    def _is_mine(self) -> bool:  # type: ignore[override]
         return self.per_layer or self.front_owner == self.pipeline.rank
 
     def _follow(self) -> None:
@@ -75,7 +66,7 @@ class PipelineController(FreezeController):
     @property
     def front_owner(self) -> int:
         """The rank that trains the frontmost active layer."""
-        return self.pipeline.owner(self._front)
+        return self.pipeline.owner(self.num_frozen)
 
 
 class _PipelineRanks(Ranks):

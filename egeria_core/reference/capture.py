@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
-from egeria_core.ranks import plain_structure
+from egeria_core.ranks import without_hooks
 from egeria_core.watch import Hook
 
 # A cache of keys and values is updated by the call it is given to: replaying the call with it
@@ -195,7 +195,7 @@ def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return copies in inference mode, without gradients or hooks, on their device."""
     # Buffers are copied by operators of tensors: storages are copied by none that every device has.
     buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
-    with plain_structure(modules):
+    with without_hooks(modules):
         copies = copy.deepcopy(list(modules), {id(buffer): buffer.clone() for buffer in buffers})
     for module in copies:
         FrozenPrefix.thaw(module)

@@ -1,10 +1,9 @@
-"""Moves that cannot pay are not made, whoever asks for them; what pays is counted."""
+"""What a move saves is counted; what it may cost is predicted."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from egeria_core import FreezeController, Policy, StaticPolicy
-from egeria_core.policies import HarmEstimate, Measure, Movement, Reading
+from egeria_core.policies import HarmEstimate, Movement
 from egeria_core.savings import BACKWARD_SHARE, saved_parts
 from egeria_core.watch.forward import ForwardTrace, LayerMap
-from tests.helpers.core_nets import ResNet, mlp, train
+from tests.helpers.core_nets import mlp
 
 
 def test_the_count_is_that_of_the_products() -> None:
@@ -40,68 +38,6 @@ def test_recurrent_layers_are_counted(kind: Any) -> None:
     trace.close()
     weights = sum(w.numel() for w in model[1].parameters() if w.dim() == 2)
     assert trace.upto["1"] == pytest.approx(2 * 32 * weights)
-
-
-class Wishes:
-    """Asks for given numbers of frozen layers from given steps on; measures nothing."""
-
-    measure: Measure = "nothing"
-
-    def __init__(self, schedule: dict[int, int]) -> None:
-        self.schedule = schedule
-
-    def bind(self, boundaries: Sequence[str]) -> None:
-        pass
-
-    def observe(self, reading: Reading) -> int:
-        return ([0] + [k for step, k in sorted(self.schedule.items()) if step <= reading.step])[-1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def run(policy: Policy, steps: int = 20, **options: Any) -> FreezeController:
-    torch.manual_seed(0)
-    model = ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    settings = {"total_steps": 20, "move_cost": 3.0, "layers": r"layer\d\.\d|fc"} | options
-    controller = FreezeController(model, optimizer, policy=policy, **settings)
-    train(model, optimizer, controller, range(steps))
-    controller.close()
-    return controller
-
-
-def test_a_move_that_cannot_pay_is_not_made_and_the_history_says_so() -> None:
-    controller = run(Wishes({2: 2, 18: 3}))
-    assert [step for step, _ in controller.schedule()] == [2]
-    (record,) = controller.history.of("declined")
-    assert (record["step"], record["boundary"]) == (18, "layer2.0")
-    assert record["saving_steps"] < record["cost_steps"] == 3.0
-    assert record["left_steps"] == 2
-    assert controller.num_frozen == 2
-    resumed = run(Wishes({}), steps=0)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed._front == 3
-
-
-def test_a_deeper_move_may_pay_where_a_shallow_one_does_not() -> None:
-    controller = run(Wishes({8: 1, 9: 5}), move_cost=4.0)
-    assert [r["boundary"] for r in controller.history.of("declined")] == ["layer1.0"]
-    assert controller.schedule() == [(9, "layer3.0")]
-
-
-def test_what_was_set_by_hand_is_done_and_unfreezing_is_no_question_of_time() -> None:
-    assert run(StaticPolicy({19: "layer1.0"})).schedule() == [(19, "layer1.0")]
-    assert run(Wishes({2: 2, 19: 0})).schedule() == [(2, "layer1.1"), (19, None)]
-
-
-def test_where_the_end_is_unknown_every_move_is_made() -> None:
-    controller = run(Wishes({19: 1}), total_steps=None)
-    assert controller.schedule() == [(19, "layer1.0")]
-    assert "saving_steps" not in controller.history.of("boundary")[0]
 
 
 # The prediction on hand-made traces, against the formula written out.
