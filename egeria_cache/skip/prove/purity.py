@@ -66,10 +66,10 @@ def _wider(value: Any) -> Any:
 
 _PRECISE = 1e-6
 """Largest difference of a slice in float64 that may be rounding."""
-_MAX_ODD, _COMPANY, _PAIR = 3, 6, 2
+_MAX_ODD, _COMPANY, _PAIR = 3, 4, 2
 """Rows that float64 decides about, that it runs together, and of a suspect that is run again."""
-_WHOLE, _WHOLE_S = 16, 0.1
-"""Rows, or seconds, of a batch that is run whole again."""
+_WHOLE_S = 0.1
+"""Seconds, at most, of a batch that is run whole again."""
 
 
 def check_trained(
@@ -192,7 +192,7 @@ def _check_precisely(
     others = sorted({row for rows in again for row in rows}, reverse=True)
     company = list(dict.fromkeys([*odd, *others, *range(traced.size), traced.size]))[:_COMPANY]
     whole = [list(range(traced.size))]
-    if traced.size > _WHOLE and traced.seconds[-1] > _WHOLE_S:
+    if traced.seconds[-1] > _WHOLE_S:
         whole, again = [], [rows for rows in again if len(rows) <= _PAIR]
     apart = [[row, row] for row in dict.fromkeys(odd) if [row] not in again]
     copied, parts = traced.copies.fresh(_doubled), (company[::-1], *apart, *whole, *again)

@@ -34,7 +34,7 @@ from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_beh
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
 
-_FEW = 5
+_FEW = 3
 """Rows of a run that shows what does not depend on their number."""
 
 
