@@ -265,15 +265,14 @@ def own_slots(value: Any) -> dict[str, Any]:
     """Return what any object holds in slots; none of the standard library's, which keep there what
     they have worked out.
     """
-    if is_standard(type(value)):
-        return {}
     held = {}
-    for name in slot_names(type(value)):
+    for name in () if is_standard(type(value)) else slot_names(type(value)):
         with contextlib.suppress(AttributeError):  # not set
             held[name] = object.__getattribute__(value, name)
     return held
 
 
+@once_per_class
 def slot_names(cls: type) -> list[str]:
     """Return the names in `__slots__` of a class and its bases, as pickling finds them."""
     names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]

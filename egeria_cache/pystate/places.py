@@ -117,7 +117,9 @@ class Attributes(Named):
 
     def read(self, where: Any) -> dict[str, Any]:
         """Return them; of a module, but for what stands on one that is held."""
-        held = objects.own_attributes(where)
+        held = objects.own_slots(where) if objects.slot_names(type(where)) else {}
+        with contextlib.suppress(AttributeError):  # it has slots alone
+            held |= object.__getattribute__(where, "__dict__")
         if isinstance(where, nn.Module):
             ours = (*_STAND_INS, "training") if "train" in held else _STAND_INS
             return {name: part for name, part in held.items() if name not in ours}
@@ -299,12 +301,6 @@ class Elements(Place):
         if isinstance(where, bytearray | array):
             return where[:]
         return where.copy() if isinstance(where, np.ndarray) else bytes(where)
-
-    def look(self, where: Any) -> Any:
-        """Return the same, to be compared at once: tensors and arrays themselves."""
-        if isinstance(where, Tensor):
-            return where.detach()
-        return where if isinstance(where, np.ndarray) else self.read(where)
 
     def write(self, where: Any, kept: Any) -> None:
         """Copy that into it, of another size where need be."""

@@ -111,9 +111,11 @@ class Snapshot:
     def has_moved(self, *, names: bool = True) -> bool:
         """Whether they are not like that; without `names`, containers and arrays alone."""
         for place, kept in zip(self.places, self._kept, strict=True):
-            look = place.look if isinstance(place, Elements) else place.read
-            if (names or not place.has_names) and not _same(look(place.where), kept):
-                return True
+            if names or not place.has_names:
+                where = place.where
+                is_compared = type(where) is type(kept) in (Tensor, np.ndarray)  # without a copy
+                if not _same(where if is_compared else place.read(where), kept):
+                    return True
         return False
 
     def now(self, of: Callable[[Any], Any] = lambda where: where) -> list[Any]:
@@ -298,9 +300,8 @@ def _same(now: Any, kept: Any) -> bool:
             return False
         return isinstance(now, list) or all(map(is_, now.values(), kept.values()))
     if isinstance(now, Tensor):
-        return torch.equal(now, kept) or tensor_digest(now) == tensor_digest(
-            kept
-        )  # or is no number
+        is_equal = torch.equal(now, kept)
+        return is_equal or tensor_digest(now) == tensor_digest(kept)  # or is no number
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, tuple):

@@ -176,7 +176,7 @@ def test_the_guard_sees_every_kind_of_change_by_name():
     assert guard.changed() is None
     model[0].weight.add_(1)
     assert "'0.weight'" in guard.changed()
-    guard.renew()
+    guard = guard.anew()
     assert guard.changed() is None
     model[1].running_mean.data[0] += 1e-3  # moves no version counter
     assert "content" in guard.changed()

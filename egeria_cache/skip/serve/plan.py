@@ -343,7 +343,7 @@ class PlanCache:
             if self._unpark():
                 return False
             if self._watch.changed() is not None:
-                self._watch.renew()
+                self._watch = self._watch.anew()
                 self._rest = self._wait
         self._rest -= 1
         if key in self._refused or self._rest >= 0 or self._num_dry_runs >= _MAX_PLANS:

@@ -176,7 +176,7 @@ class ReplayRun:
         self._position += 1
         if self._position == len(steps):
             self.scene.after_boundary, guard = True, self.plan.guard
-            if guard is not None and guard.state.has_hooks:
+            if guard is not None and guard.has_hooks:
                 when_returned(module, self.plan.returned)
         return output
 

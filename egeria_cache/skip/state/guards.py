@@ -13,7 +13,6 @@ from __future__ import annotations
 import marshal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import attrgetter, contains, itemgetter, methodcaller
 from typing import Any
@@ -35,6 +34,7 @@ SEEN_LATE = "the content of a parameter or buffer of the prefix was changed"
 
 Named = tuple[str, nn.Module | None, Tensor]
 _version = attrgetter("_version")
+_together: Any = np.concatenate
 
 
 class PrefixGuard:
@@ -42,9 +42,11 @@ class PrefixGuard:
 
     Args:
         tensors: (qualified name, owner, tensor); the owner is None for a plain constant.
-        modules: (qualified name, module): the skipped modules; all are in inference mode.
-        around: See `StateWatch`.
-        code: Likewise.
+        modules: (qualified name, module): the skipped modules; all are in inference mode, and
+            everything about them is watched.
+        around: Of code that surrounds the boundary only what was seen to be read before it
+            returned, be it an attribute, a child, or of the class.
+        code: The functions that they run.
         by_content: Whether a tensor that was written to may be the same.
     """
 
@@ -57,37 +59,22 @@ class PrefixGuard:
         *,
         by_content: bool = False,
     ) -> None:
-        self._given = list(tensors), list(modules), list(around), code or Code()
-        self.state = StateWatch(*self._given[1:])
-        self._tensors = list(self._given[0])
-        self._tensors += [(name, None, tensor) for name, tensor in self.state.layout.tensors]
+        self._given, self._code = list(tensors), code or Code()
+        self._modules, self._around = list(modules), list(around)
+        self._renew_state()
+        self._tensors = [*self._given, *((name, None, one) for name, one in self._layout.tensors)]
         values = [tensor for _, _, tensor in self._tensors]
         self._contents = list(map(tensor_digest, values)) if by_content else [""] * len(values)
         self._renew_tensors()
 
     def contents(self) -> Iterable[tuple[str, str]]:
         """Return (name, digest) of each tensor that it was given."""
-        return ((named[0], one) for named, one in zip(self._given[0], self._contents, strict=False))
+        return ((named[0], one) for named, one in zip(self._given, self._contents, strict=False))
 
     def anew(self) -> PrefixGuard:
         """Return another guard of the same things as they are now, by identity and not content."""
-        tensors = self._tensors[: len(self._given[0])]
-        return PrefixGuard(map(_now, tensors), *self._given[1:])
-
-    def renew(self) -> None:
-        """Take the present state as the one to keep."""
-        self.state.renew()
-        self._tensors = list(map(_now, self._tensors))
-        self._renew_tensors()
-
-    def _renew_tensors(self) -> None:
-        values = [tensor for _, _, tensor in self._tensors]
-        # An inference tensor has no version counter (and cannot be written to outside of the mode).
-        self._counted = [tensor for tensor in values if not tensor.is_inference()]
-        self._placed = [tensor for tensor in values if tensor.layout == torch.strided]
-        self._versions = [tensor._version for tensor in self._counted]
-        self._pointers = [tensor.data_ptr() for tensor in self._placed]
-        self._probe = ContentProbe(values)
+        tensors = map(_now, self._tensors[: len(self._given)])
+        return PrefixGuard(tensors, self._modules, self._around, self._code)
 
     def changed(self, *, wait: bool = False) -> str | None:
         """Name what changed, or return None. Costs about half a microsecond per tensor.
@@ -95,15 +82,13 @@ class PrefixGuard:
         Args:
             wait: Also for what a device says of the elements that lie there.
         """
-        if (
-            list(map(_version, self._counted)) != self._versions
+        reason = None if self._is_state_same() else self._explain_state()
+        if reason is None and (
+            self._is_rebound
+            or list(map(_version, self._counted)) != self._versions
             or list(map(Tensor.data_ptr, self._placed)) != self._pointers
-        ) and (reason := self._explain()) is not None:
-            return reason
-        reason = self.state.changed()
-        if reason is None and self.state.rebound:
-            self.state.rebound = False
-            reason = self._explain()
+        ):
+            reason = self._explain_tensors()
         if reason is None and self._probe.changed(wait=wait):
             return SEEN_LATE
         return reason
@@ -114,10 +99,23 @@ class PrefixGuard:
 
     def settle(self) -> None:
         """Take over what the prefix's own run has left on its modules (memoised tables)."""
-        if self.state.changed() is not None:
-            self.state.renew()
+        if not self._is_state_same() and self._explain_state() is not None:
+            self._renew_state()
 
-    def _explain(self) -> str | None:
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def _renew_tensors(self) -> None:
+        values = [tensor for _, _, tensor in self._tensors]
+        # An inference tensor has no version counter (and cannot be written to outside of the mode).
+        self._counted = [tensor for tensor in values if not tensor.is_inference()]
+        self._placed = [tensor for tensor in values if tensor.layout == torch.strided]
+        self._versions = [tensor._version for tensor in self._counted]
+        self._pointers = [tensor.data_ptr() for tensor in self._placed]
+        self._probe = ContentProbe(values)
+        self._is_rebound = False
+        """Whether objects were replaced by equal ones since."""
+
+    def _explain_tensors(self) -> str | None:
         """Compare by content; None, and watch the present tensors, if they hold the same."""
         now = list(map(_now, self._tensors))
         versions = zip(self._counted, self._versions, strict=True)
@@ -140,6 +138,93 @@ class PrefixGuard:
             return SEEN_LATE
         self._tensors = now
         self._renew_tensors()
+        return None
+
+    # ---- the Python state around them ---------------------------------------------------------
+
+    def _renew_state(self) -> None:
+        """Take the present state as the one to keep."""
+        layout = self._layout = Layout(self._modules, self._around, self._code)
+        modules = [module for _, module in self._modules]
+        self.has_hooks = bool(watch.hooks_of(modules))
+        # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
+        self._held = [list(values_of(container)) for _, container in layout.live]
+        self._empty = [container for _, container in layout.live if not container]
+        self._empty += (hooks for hooks in watch.GLOBAL_HOOKS if not hooks)
+        layers = {id(vars(module)) for module in modules if _is_a(nn.Module, module)}
+        full = [container for _, container in layout.live if container]
+        full.sort(key=lambda container: id(container) not in layers)
+        settings = chain.from_iterable(each for each in full if id(each) in layers)
+        loose = [False, *(key not in self._code.names for key in settings)]
+        self._iterables = [part for each in full for part in _apart(each)]
+        self._seen = [look() for _, look in chain(layout.looks, layout.named)]
+        has_global = any(watch.GLOBAL_HOOKS)
+        self._looks = [
+            look for _, look in layout.looks if has_global or look is not watch.global_hooks
+        ]
+        places = layout.places.values()
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places]
+        self._found = [place for place, _ in places]
+        self._passed = list(layout.passed.values())
+        self._sizes = list(map(len, self._passed))
+        self._values = self._look()
+        both = enumerate(zip_longest(self._values, loose))
+        self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
+        # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
+        self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
+        self._classed = [module for _, module, *_ in (*self._modules, *self._around)]
+        self._kinds = list(map(type, self._classed))
+        self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
+
+    def _look(self) -> list[Any]:
+        """Return all that is there now: it begins with a number."""
+        standing = map(_get, self._getters, self._found)
+        seen = map(_call, self._looks)
+        return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
+
+    def _is_state_same(self) -> bool:
+        """Whether the same things, or equal values, are where they were."""
+        try:
+            values = self._look()
+            return (
+                not any(self._empty)
+                and not any(map(contains, *self._absent))
+                and values == self._values
+                and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
+                and list(map(len, self._passed)) == self._sizes
+                and list(map(type, self._classed)) == self._kinds
+            )
+        except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
+            if not is_beside(error):
+                raise
+            return False
+
+    def _explain_state(self) -> str | None:
+        """Compare value by value, by content; take over what is only another object."""
+        names = self._code.names
+        moot = {
+            (id(vars(module)), key)
+            for _, module in self._modules
+            if id(module) not in self._code.others
+            for key, kind in _MOOT.items()
+            if kind is nn.Module or (_is_a(kind, module) and key not in names)
+        }
+        for (where, container), held in zip(self._layout.live, self._held, strict=True):
+            keys = list(container) if isinstance(container, TABLES) else []
+            found = zip_longest(keys, list(values_of(container)), held, fillvalue=NOTHING)
+            for key, now, then in found:
+                if not (now is then or (id(container), key) in moot or is_alike(now, then)):
+                    path = where if key is NOTHING else f"{where}.{key}" if where else str(key)
+                    return f"{_quoted(path)} changed"
+        looks = chain(self._layout.looks, self._layout.named)
+        for (where, look), seen in zip(looks, self._seen, strict=True):
+            now = look()
+            if now is not seen and not is_alike(now, seen):
+                return f"{_quoted(where)} changed"
+        if list(map(type, self._classed)) != self._kinds:
+            return "a module of the prefix has another class"
+        self._renew_state()
+        self._is_rebound = True
         return None
 
 
@@ -169,114 +254,6 @@ alone that reads it: schedules go through all of a model.
 _get, _call = itemgetter.__call__, methodcaller("__call__")
 
 
-@dataclass
-class StateWatch:
-    """Remembers the Python state around a prefix as it is now, and says what changed."""
-
-    modules: watch.Modules
-    """The skipped modules: everything about them is watched."""
-    around: watch.Around
-    """Of code that surrounds the boundary only what was seen to be read before it returned, be it
-    an attribute, a child, or of the class."""
-    code: Code
-    """The functions that they run."""
-    rebound: bool = False
-    """Whether objects were replaced by equal ones since this was last set to False."""
-
-    def __post_init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Take the present state as the one to keep."""
-        layout = Layout(self.modules, self.around, self.code)
-        self.layout, modules = layout, [module for _, module in self.modules]
-        self.has_hooks = bool(watch.hooks_of(modules))
-        # Most hooks' and buffers' dicts are empty: whether they still are is told in 8 ns.
-        self._held = [list(values_of(container)) for _, container in layout.live]
-        self._empty = [container for _, container in layout.live if not container]
-        self._empty += (hooks for hooks in watch.GLOBAL_HOOKS if not hooks)
-        layers = {id(vars(module)) for module in modules if _is_a(nn.Module, module)}
-        full = [container for _, container in layout.live if container]
-        full.sort(key=lambda container: id(container) not in layers)
-        settings = chain.from_iterable(each for each in full if id(each) in layers)
-        loose = [False, *(key not in self.code.names for key in settings)]
-        self._iterables = [part for each in full for part in _apart(each)]
-        self._seen = [look() for _, look in layout.looks]
-        has_global = any(watch.GLOBAL_HOOKS)
-        self._looks = [
-            look for _, look in layout.looks if has_global or look is not watch.global_hooks
-        ]
-        self._named = [look() for _, look in layout.named]
-        places = layout.places.values()
-        self._getters = [itemgetter(*keys, keys[0]) for _, keys in places]
-        self._found = [place for place, _ in places]
-        self._passed = list(layout.passed.values())
-        self._sizes = list(map(len, self._passed))
-        self._values = self._look()
-        both = enumerate(zip_longest(self._values, loose))
-        self._numbers = itemgetter(0, 0, *(i for i, each in both if _is_number(*each)))
-        # What differs where equal numbers do: 1 and True, 1.0 and 1, 0.0 and -0.0.
-        self._exactly = marshal.dumps(self._numbers(self._values), _PLAINLY)
-        self._classed = [module for _, module, *_ in (*self.modules, *self.around)]
-        self._kinds = list(map(type, self._classed))
-        self._absent = list(zip(*layout.absent, strict=True)) or [(), ()]
-
-    def _moot(self) -> set[tuple[int, str]]:
-        """Return what decides nothing: (id of a held module's attributes, key)."""
-        names = self.code.names
-        return {
-            (id(vars(module)), key)
-            for _, module in self.modules
-            if id(module) not in self.code.others
-            for key, kind in _MOOT.items()
-            if kind is nn.Module or (_is_a(kind, module) and key not in names)
-        }
-
-    def _look(self) -> list[Any]:
-        """Return all that is there now: it begins with a number."""
-        standing = map(_get, self._getters, self._found)
-        seen = map(_call, self._looks)
-        return [0, *chain.from_iterable(self._iterables), *seen, *chain.from_iterable(standing)]
-
-    def changed(self) -> str | None:
-        """Name what changed; values that are equal again count as unchanged. None if nothing."""
-        try:
-            values = self._look()
-            if (
-                not any(self._empty)
-                and not any(map(contains, *self._absent))
-                and values == self._values
-                and marshal.dumps(self._numbers(values), _PLAINLY) == self._exactly
-                and list(map(len, self._passed)) == self._sizes
-                and list(map(type, self._classed)) == self._kinds
-            ):
-                return None
-        except Exception as error:  # a comparison of arrays, or a container that shrank meanwhile
-            if not is_beside(error):
-                raise
-        return self._explain()
-
-    def _explain(self) -> str | None:
-        """Compare value by value, by content; take over what is only another object."""
-        moot = self._moot()
-        for (where, container), held in zip(self.layout.live, self._held, strict=True):
-            keys = list(container) if isinstance(container, TABLES) else []
-            found = zip_longest(keys, list(values_of(container)), held, fillvalue=NOTHING)
-            for key, now, then in found:
-                if not (now is then or (id(container), key) in moot or is_alike(now, then)):
-                    return f"{_quoted(_path(where, key))} changed"
-        looks = chain(self.layout.looks, self.layout.named)
-        for (where, look), seen in zip(looks, chain(self._seen, self._named), strict=True):
-            now = look()
-            if now is not seen and not is_alike(now, seen):
-                return f"{_quoted(where)} changed"
-        if list(map(type, self._classed)) != self._kinds:
-            return "a module of the prefix has another class"
-        self.renew()
-        self.rebound = True
-        return None
-
-
 def _apart(container: Any) -> list[Any]:
     """Return what it holds, apart from what stands before if something can be put first."""
     values = values_of(container)
@@ -296,10 +273,6 @@ def _is_number(value: Any, is_loose: bool | None) -> bool:
 def _is_a(kind: type, module: nn.Module) -> bool:
     """Whether it is a layer of PyTorch's own, of that kind."""
     return isinstance(module, kind) and type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _path(where: str, key: Any) -> str:
-    return where if key is NOTHING else f"{where}.{key}" if where else str(key)
 
 
 def _quoted(where: str) -> str:
@@ -340,7 +313,7 @@ class ContentProbe:
             else:
                 apart.setdefault(view.device, {}).setdefault(view.dtype, []).append(view)
         self._host = list(host.values())
-        self._bytes = self._look()
+        self._bytes = b"".join(map(_together, self._host))
         self._hashes = list(map(xxhash.xxh3_64_intdigest, self._pieces))
         self._turn = 0
         self._device = [(views, _joined(views)) for views in apart.values()]
@@ -349,7 +322,7 @@ class ContentProbe:
 
     def changed(self, *, wait: bool = False) -> bool:
         """Whether anything looks different; `wait`: now, and not when a device last said so."""
-        if self._look() != self._bytes:
+        if b"".join(map(_together, self._host)) != self._bytes:
             return True
         if pieces := self._pieces:  # every element is looked at once in a round
             turn = self._turn = (self._turn + 1) % len(pieces)
@@ -360,9 +333,6 @@ class ContentProbe:
     def whole_changed(self) -> bool:
         """Whether any element on the host looks different."""
         return list(map(xxhash.xxh3_64_intdigest, self._pieces)) != self._hashes
-
-    def _look(self) -> list[bytes]:
-        return [np.concatenate(views).tobytes() for views in self._host]
 
     def _device_changed(self, wait: bool) -> bool:
         if wait:

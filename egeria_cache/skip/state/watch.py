@@ -68,7 +68,7 @@ def watched_attributes(module: nn.Module) -> dict[str, Any]:
 
 class Layout:
     """What is watched of a prefix as it is now: live containers, and a look at each array and
-    attribute apart. The arguments are those of `StateWatch`.
+    attribute apart. The arguments are those of `PrefixGuard`.
     """
 
     def __init__(self, modules: Modules, around: Around, code: Code) -> None:
