@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import (
+    Attempt,
+    has_other_operations,
+    outside_inference_mode,
+    without_modes,
+)
 from egeria_cache.batch.batch import (
     Batch,
     Rows,
@@ -38,7 +43,6 @@ from egeria_cache.batch.batch import (
 from egeria_cache.batch.chain import Fold, Leaf, Op, Raw, Slot, derived, name_of, selected_rows
 from egeria_cache.batch.trial import operation
 from egeria_cache.device import LEAF_FLAGS, located
-from egeria_cache.threads import has_other_operations, outside_inference_mode, without_modes
 
 
 class BatchTensor(Tensor):

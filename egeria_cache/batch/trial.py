@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, in_turns, without_modes
 from egeria_cache.batch import chain
 from egeria_cache.batch.batch import geometry, is_dense
 from egeria_cache.pystate import RandomState
-from egeria_cache.threads import in_turns, without_modes
 
 _UNTRIED = {
     torch.empty_like, Tensor.new_empty, Tensor.new_empty_strided, Tensor.as_subclass,

@@ -113,7 +113,7 @@ class LoaderApi:
             return (), None
         if self.is_plain(source.key):
             return (), False
-        if self.counters.is_compiled or self._status.is_forked:
+        if self.counters.is_compiled:
             return (), True
         return self.views(source.key), True
 
@@ -186,8 +186,10 @@ class LoaderApi:
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples, in whichever call; None for all."""
-        cuts = [view.cut.tagged for view in self.views(loader_name)]
-        return frozenset().union(*cuts) if cuts else None
+        found: frozenset[str] | None = None
+        for view in self.views(loader_name):
+            found = view.cut.tagged | (found or frozenset())
+        return found
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""

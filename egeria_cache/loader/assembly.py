@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ class Assembly:
     """
 
     cache: LoaderApi
-    """Of the pass that began last."""
+    beside: AbstractContextManager[Any]
+    """Of the pass that began last: what goes wrong inside of it is none of the loop's errors."""
 
     def __init__(self, source: LoaderSource) -> None:
         self._source = source
@@ -57,7 +59,7 @@ class Assembly:
         is_whole = plan.entry is None or plan.loads_hits
         if plan.entry is None and self.cache.boundary is None:
             return loaded.data
-        with self.cache.beside(self._source.key):
+        with self.beside:
             return self._assembled(plan, loaded)
         plan.entry = None
         return loaded.data if is_whole else self._source.load(plan.task)

@@ -22,12 +22,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from egeria_cache.arguments import check_whole_number, names_known
+from egeria_cache.attempt import in_turns
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass, TaskSource
 from egeria_cache.loader.resume import Progress, ResumableLoader
 from egeria_cache.samples import DEFAULT_REUSE, RESTLESS, Draws, Loaded, LoaderSource
-from egeria_cache.threads import in_turns
 
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")

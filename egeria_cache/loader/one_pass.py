@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
+from egeria_cache.attempt import outside_inference_mode
 from egeria_cache.batch import forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource, task_loader
-from egeria_cache.threads import outside_inference_mode
 
 
 class TaskSource:
@@ -50,11 +50,11 @@ class Pass:
         self._source: LoaderSource = loader.source
         self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
-        self._beside: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._beside: AbstractContextManager[Any] = nullcontext()
         if cache is not None:
-            attempt = cache.beside(self._source.key)  # made once: a batch has two or three
-            self._beside = lambda: attempt
-            with self._beside():
+            # Made once: a batch has two or three.
+            self._beside = cache.beside(self._source.key)
+            with self._beside:
                 num_batches = None
                 with suppress(TypeError, NotImplementedError):  # nobody knows
                     num_batches = len(loader)
@@ -77,7 +77,7 @@ class Pass:
         self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         if cache is not None:
-            self._assembly.cache = cache
+            self._assembly.cache, self._assembly.beside = cache, self._beside
         # Workers have data of their own, as they have under DataLoader.
         self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
@@ -127,7 +127,7 @@ class Pass:
             self._progress.finished = True
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
             self._prefetcher.close()
-            with self._beside():
+            with self._beside:
                 if not self._is_beside():
                     self._loader._ask_data_again(at_end=True)
                 clock, cache = self._progress.clock, self._cache
@@ -164,7 +164,7 @@ class Pass:
         cache.gather(self._planner.is_midway)  # whether the next look-ups are far
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and not cache.is_beside(self._source):
-            with self._beside():
+            with self._beside:
                 if (what := self._source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
         batch = self._assembly.assemble(plan, loaded)
@@ -218,7 +218,7 @@ class Pass:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
         self._since, self._num_calls = now, cache.counters.num_calls
-        with self._beside():
+        with self._beside:
             cache.note_step(
                 self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
                 is_control=plan.control is not None,

@@ -9,7 +9,7 @@ others are asked when DataLoader would ask them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -107,7 +107,7 @@ class Planner:
     """Says what can be read at the moment."""
     prefetcher: Prefetcher
     """Reads the hits of plans that come near."""
-    beside: Callable[[], AbstractContextManager[Any]]
+    beside: AbstractContextManager[Any]
     """What goes wrong inside of it is none of the loop's errors."""
     next_number: int
     num_foreseeable: int
@@ -165,7 +165,7 @@ class Planner:
         num_near = min(len(self.planned), self.window + 1)
         last = self.planned[num_near - 1].task.number if num_near and self.window else -1
         while self.unread and self.unread[0].number <= last:
-            with self.beside():
+            with self.beside:
                 self.prefetcher.start(self.unread.popleft())
 
     def _is_short(self) -> bool:
@@ -212,7 +212,7 @@ class Planner:
         """Return plans of batches; if that fails, of samples of which no more can be told than what
         the sampler drew.
         """
-        with self.beside():
+        with self.beside:
             return self._plans(batches, views, seeds_all, first)
         seed = None if seeds_all is None else self.source.seed
         return [

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache import threads
+from egeria_cache import attempt
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
 from egeria_cache.device import leave_captures_alone, pinned, pins, room, runs_late, uploaded
@@ -149,7 +149,7 @@ class PlannedEntry:
                 return self._widened(self._ring.gather(self._place, sizes))
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
-        with threads.without_modes():
+        with attempt.without_modes():
             tensors, found = self.view.generation.get_located(
                 self.located, pin_memory=pins(self.view.device)
             )
@@ -228,7 +228,7 @@ class Prefetcher:
         What is not in memory is a reader's all the same: a disk may take its time, and hang.
         """
         try:
-            with threads.without_modes():
+            with attempt.without_modes():
                 return not self._closed and self._read_together(entry, in_memory=True)
         except NotInMemoryError:
             assert self._readers is not None
@@ -440,7 +440,7 @@ _MOST = 4
 
 def _begin() -> None:
     """Called first thing in a reader thread."""
-    threads.compute_on_one_core()
+    attempt.compute_on_one_core()
     leave_captures_alone()
 
 

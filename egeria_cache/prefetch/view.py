@@ -122,7 +122,11 @@ class Views:
         self.num_voided = 0
 
     def of(self, loader_name: str) -> list[View]:
-        """What this loader's samples may be read from now, deepest boundary first."""
+        """What this loader's samples may be read from now, deepest boundary first: nothing in a
+        forked child.
+        """
+        if os.getpid() != self._process:
+            return []
         return [view for view in self.live.get(loader_name, ()) if view.alive]
 
     def at(self, loader_name: str, cut: Cut) -> View | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, in_turns
 from egeria_cache.batch import flatten
 from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import differing_leaf, find_places, own_lengths
@@ -30,7 +30,6 @@ from egeria_cache.samples.draws import sample_seed
 from egeria_cache.samples.fingerprint import Look, describe, look
 from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
 from egeria_cache.samples.task import NOWHERE, Loaded, Task
-from egeria_cache.threads import in_turns
 
 
 class SampleLoader:

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, in_turns
 from egeria_cache.pystate import DATA, Moved, Snapshot
-from egeria_cache.threads import in_turns
 
 _AHEAD = 1, 12, 130, 777, 12_345, 1_234_567
 """Of no common period."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria_cache import threads
+from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
@@ -281,9 +281,9 @@ class SkipEngine:
             if self._may_step_aside:
                 self._step_aside()
             return self._forward(*args, **kwargs)
-        has_modes = threads.num_function_modes() or threads.num_dispatch_modes()
+        has_modes = attempt.num_function_modes() or attempt.num_dispatch_modes()
         if torch._C._functorch.peek_interpreter_stack() is not None or (
-            has_modes and threads.has_other_operations()
+            has_modes and attempt.has_other_operations()
         ):
             if self.boundary is not None:
                 self.host.called()
@@ -904,7 +904,7 @@ class SkipEngine:
 
     # ---- plans ------------------------------------------------------------------------------
 
-    @threads.uncollected()
+    @attempt.uncollected()
     def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
         modules = [*plan.ancestors, *(module for _, module in plan.skipped_modules())]
         # The model's own hooks, and what wraps its forward since, run around us: what they change,

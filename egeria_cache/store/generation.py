@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from egeria_cache.attempt import without_modes
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs import Codec, Coder, LossyError
@@ -30,7 +31,6 @@ from egeria_cache.store.reader import Fetched
 from egeria_cache.store.record import Encoded, Records, Rows, choose_codec, encode_rows
 from egeria_cache.store.schema import SampleId, Variants, encode_keys, superseded
 from egeria_cache.store.writer import Job, Writer
-from egeria_cache.threads import without_modes
 
 logger = logging.getLogger("egeria_cache.store")
 

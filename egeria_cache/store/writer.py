@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import Tensor
 
+from egeria_cache.attempt import compute_on_one_core
 from egeria_cache.device import Event
 from egeria_cache.ragged import PaddedRows
 from egeria_cache.store.record import Rows
-from egeria_cache.threads import compute_on_one_core
 
 logger = logging.getLogger("egeria_cache.store")
 

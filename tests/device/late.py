@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from egeria_cache import attempt
 from egeria_cache import device as devices
-from egeria_cache import threads
 from egeria_cache.skip.state import quiet
 from tests.device.backend import NAME
 
@@ -285,7 +285,8 @@ def late(order: str | int) -> Iterator[Late]:
         patch.setattr(devices, "_sources", devices.Held())
         patch.setattr(torch.accelerator, "synchronize", mode.drain)
         # Ours is a mode in the place of a device: it is not to be left out as those of loops are.
-        patch.setattr(threads, "has_modes", lambda: False)
+        for count in ("num_dispatch_modes", "num_function_modes"):
+            patch.setattr(attempt, count, int)
         patch.setattr(quiet, "_leave_modes", lambda stack: None)
         patch.setattr(torch, "tensor", _through_the_mode(torch.tensor))
         with torch.autograd.set_multithreading_enabled(False), mode:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, in_turns, uncollected
 from egeria_cache.batch import BatchTensor
 from egeria_cache.errors import BoundaryError, ParallelError
 from egeria_cache.pystate import RandomState, is_compiled, names_in, reached
@@ -44,7 +44,6 @@ from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.trace import leaves_behind, tensors_in
 from egeria_cache.skip.state.surroundings import Surroundings, Weights, World
 from egeria_cache.skip.state.watch import hook_of_training, own_hooks
-from egeria_cache.threads import in_turns, uncollected
 
 _requires_grad = attrgetter("requires_grad")
 _STILL, _MAX_WAIT = 4, 64

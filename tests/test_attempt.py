@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from egeria_cache.threads import compute_on_one_core
+from egeria_cache.attempt import compute_on_one_core
 
 
 @pytest.fixture
