@@ -94,9 +94,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(params=["rows with the batch", "rows with the batch, read by training", "ring"])
 def way_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test as on the CPU, with readers and without, and with the ring of other devices."""
-    monkeypatch.setattr(
-        "egeria_cache.prefetch.prefetcher.needs_ring", lambda device: request.param == "ring"
-    )
+    monkeypatch.setattr("egeria_cache.prefetch.View.has_ring", request.param == "ring")
     most = 1 << 40 if request.param.endswith("training") else -1
     monkeypatch.setattr("egeria_cache.prefetch.prefetcher.SHORT_BYTES", most)
 

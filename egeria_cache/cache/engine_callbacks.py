@@ -271,10 +271,10 @@ class EngineCallbacks:
         if view is None or not isinstance(planned, PlannedEntry) or not planned.hit.all():
             return None
         located = view.generation.locate(planned.ids, variant=planned.draws)
-        if not located.found.all():
+        entry = PlannedEntry(view, planned.number, planned.ids, planned.draws, located)
+        if entry.num_misses:
             return None
         self._views.prefer(view)
-        entry = PlannedEntry(view, planned.number, planned.ids, planned.draws, located)
         entry.on_load, planned.on_load = planned.on_load, None
         entry.lengths, entry.whole = planned.lengths, planned.whole
         return entry

@@ -89,7 +89,7 @@ class LoaderApi:
         """The generations a loader's samples may be read from now, deepest boundary first."""
         self.draws_count, self.data_changed = host.draws_count, host.data_changed
         self.leave_uncached = host.leave_uncached
-        self.gather = store.writer.gather
+        self.writer = store.writer
         """Is told whether what is stored is not read soon: it is then written in larger groups."""
         self.uncached = status.uncached
         """Loaders whose samples cannot be cached, and why."""

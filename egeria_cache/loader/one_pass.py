@@ -98,7 +98,7 @@ class Pass:
 
     def _end(self) -> None:
         if self._cache is not None:
-            self._cache.gather(False)
+            self._cache.writer.gather(False)
         self._source.end_pass()
 
     def __getattr__(self, name: str) -> Any:
@@ -161,7 +161,8 @@ class Pass:
         if (cache := self._cache) is None:
             self._progress.count()
             return loaded.data
-        cache.gather(self._planner.is_midway)  # whether the next look-ups are far
+        if cache.writer.gathers != self._planner.is_midway:  # whether the next look-ups are far
+            cache.writer.gather(self._planner.is_midway)
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and not cache.is_beside(self._source):
             with self._beside:

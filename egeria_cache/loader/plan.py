@@ -245,7 +245,7 @@ class Planner:
             own = ids[start:stop]
             variants = stored[start:stop]
             entry = best_entry(
-                PlannedEntry(view, number, own, variants, there.rows(start, stop))
+                PlannedEntry(view, number, own, variants, there[start:stop])
                 for view, there in places  # the deepest first
             )
             self.is_read = entry is not None and not entry.num_misses

@@ -27,7 +27,7 @@ from torch import Tensor
 from egeria_cache import attempt
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
-from egeria_cache.device import leave_captures_alone, pinned, pins, room, runs_late, uploaded
+from egeria_cache.device import leave_captures_alone, pinned, pins, room, uploaded
 from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
@@ -70,7 +70,7 @@ class PlannedEntry:
     def __init__(self, view: View, number: int, ids: Sequence[SampleId],
                  draws: np.ndarray, located: Located) -> None:  # fmt: skip
         """Plan to serve what there is of batch `number` from `view`."""
-        self.view, self.number, self.hit = view, number, located.found
+        self.view, self.number, self.hit = view, number, located["entry"]["size"] > 0
         self.cut = view.cut
         """The cut at which the hits enter."""
         hit = self.hit
@@ -79,7 +79,7 @@ class PlannedEntry:
         self.serves_most = self.num_hits >= self.num_misses
         """Whether at least half of the batch are hits."""
         if self.num_misses:
-            ids, draws, located = list(compress(ids, hit)), draws[hit], located.only(hit)
+            ids, draws, located = list(compress(ids, hit)), draws[hit], located[hit]
         self.ids, self.draws, self.located = ids, draws, located
         self.kept: dict[str, Rows] = {}
         self.lengths: np.ndarray | None = None
@@ -134,8 +134,15 @@ class PlannedEntry:
         self.was_used = True
         if not self.alive:
             raise LookupError("the generation was voided")
-        rows, self._rows = self._rows, None
-        rows = self._load_again() if rows is None else self._given(rows)
+        rows, self._rows, view = self._rows, None, self.view
+        if rows is None:
+            rows = self._load_again()
+        if view.is_late:  # else they are there
+            for name, own in rows.items():
+                rows[name] = uploaded(own, view.cut.devices.get(name, view.device))
+        if self.whole is not None:  # the batch's, some of which may be no hits
+            for name, one in view.growth.items():
+                rows[name] = one.padded(rows[name], self.whole)
         if self.on_load is not None:
             self.on_load()
             self.on_load = None
@@ -146,7 +153,7 @@ class PlannedEntry:
             assert self._place is not None
             sizes = self._sizes(self.whole or self.longest)
             with suppress(LookupError):
-                return self._widened(self._ring.gather(self._place, sizes))
+                return self._ring.gather(self._place, sizes)
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
         with attempt.without_modes():
@@ -155,14 +162,7 @@ class PlannedEntry:
             )
         if not found.all():
             raise LookupError("the rows can no longer be read")
-        return self._given(_put_together(self.view, tensors, self.longest))
-
-    def _given(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy rows that came with their batch, among the training step's own work."""
-        if self.view.is_late:  # else they are there
-            devices, device = self.view.cut.devices, self.view.device
-            rows = {name: uploaded(rows[name], devices.get(name, device)) for name in rows}
-        return self._widened(rows)
+        return _put_together(self.view, tensors, self.longest)
 
     @property
     def longest(self) -> tuple[int, ...] | None:
@@ -176,13 +176,6 @@ class PlannedEntry:
             LookupError: That is not known.
         """
         return {name: one.sizes(whole or ()) for name, one in self.view.growth.items()}
-
-    def _widened(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rows as long as those of the whole batch, some of which may be no hits."""
-        if self.whole is None:
-            return rows
-        growth = self.view.growth.items()
-        return rows | {name: one.padded(rows[name], self.whole) for name, one in growth}
 
 
 class Prefetcher:
@@ -215,7 +208,7 @@ class Prefetcher:
         if self._closed or self._readers is None:
             return
         is_short = entry.num_hits * entry.view.cut.row_bytes <= SHORT_BYTES
-        if is_short and not self.has_waited and not needs_ring(entry.view.device):
+        if is_short and not self.has_waited and not entry.view.has_ring:
             entry._prefetcher = self
             self._deferred.append(entry)
             return
@@ -252,8 +245,8 @@ class Prefetcher:
         """Read an entry's rows; whether they are there."""
         if self._closed or not entry.alive:
             return False
-        view, is_spread = entry.view, len(set(entry.cut.devices.values())) > 1
-        if is_spread or not needs_ring(view.device):
+        view = entry.view
+        if not view.has_ring:
             return self._read_together(entry)
         samples = numbered(entry.ids, view.generation.num_expected)
         ring, number = self._ring_of(view), self._first + entry.number
@@ -266,7 +259,7 @@ class Prefetcher:
         if len(new):
             mask = np.zeros(len(samples), np.bool_)
             mask[new] = True
-            located = entry.located.only(mask)
+            located = entry.located[mask]
             tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
             if not found.all():
                 return False
@@ -302,6 +295,7 @@ class Prefetcher:
         the deferred ones behind it where they wait for no disk.
         """
         view, entries, num_rows = first.view, [first], first.num_hits
+        located = [first.located]
         waiting = self._deferred if in_memory else deque[PlannedEntry]()
         while waiting and waiting[0].number <= first.number:
             waiting.popleft()
@@ -310,18 +304,21 @@ class Prefetcher:
             if num_rows * view.cut.row_bytes > TOGETHER_BYTES:
                 break
             entries.append(waiting.popleft())
+            located.append(entries[-1].located)
         tensors, found = view.generation.get_located(
-            Located.joined([entry.located for entry in entries]),
-            pin_memory=pins(view.device), in_memory=in_memory,
-        )  # fmt: skip
+            np.concatenate(located), pin_memory=pins(view.device), in_memory=in_memory
+        )
         start = 0
         for entry in entries:
             stop = start + entry.num_hits
             is_read = bool(found[start:stop].all())
             if is_read:
-                own = tensors
-                if len(entries) > 1:
-                    own = {name: _part(rows, start, stop) for name, rows in tensors.items()}
+                own = dict(tensors)
+                for name, rows in tensors.items() if len(entries) > 1 else ():
+                    part = own[name] = rows[start:stop]
+                    if isinstance(part, Tensor):  # what is written to it is so to no others
+                        is_aligned = part.data_ptr() % ALIGNMENT == 0
+                        own[name] = part.data if is_aligned else part.clone()
                 entry._rows = _put_together(view, own, self._keep(entry, own))
             entry._reading = is_read
             start = stop
@@ -390,16 +387,6 @@ class Prefetcher:
             return view.ring
 
 
-def needs_ring(device: torch.device) -> bool:
-    """Whether rows are gathered from a ring on the device.
-
-    It spares the copy to the device for rows that are still there. On the host it would copy each
-    row twice more, and take the interpreter from training: a reader's time for 64 records of 9 KiB
-    goes from 2.3 to 1.5 ms without it, and the training thread's 0.2 ms a batch go to nothing.
-    """
-    return runs_late(device)
-
-
 def _put_together(
     view: View, tensors: Mapping[str, Any], longest: tuple[int, ...] | None
 ) -> dict[str, Tensor]:
@@ -409,22 +396,14 @@ def _put_together(
     Raises:
         LookupError: It is not known how long the activations of such a batch are.
     """
-    found = {n.removeprefix(ACTIVATION): tensors[n] for n in tensors if n.startswith(ACTIVATION)}
-    pin = pins(view.device)
+    found, pin = dict[str, Any](), pins(view.device)
+    for name, values in tensors.items():
+        if name.startswith(ACTIVATION):
+            found[name.removeprefix(ACTIVATION)] = values
     for name, one in view.growth.items() if found else ():
         rows = one.padded(found[name], longest, pin_memory=pin)
         found[name] = rows.pin_memory() if pin else rows
     return found
-
-
-def _part(values: Any, start: int, stop: int) -> Any:
-    """Return some rows as if they had been read alone: what is written to them is written to no
-    others in autograd's books.
-    """
-    if not isinstance(values, Tensor):
-        return values[start:stop]
-    part = values[start:stop].data
-    return part.clone() if part.data_ptr() % ALIGNMENT else part
 
 
 def _column(kind: type, rows: Any) -> Rows:

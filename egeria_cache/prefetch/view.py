@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -78,7 +79,18 @@ class View:
         """Whether any of the activations lies on a device that runs behind the host."""
         return any(map(runs_late, (self.device, *self.cut.devices.values())))
 
-    @property
+    @cached_property
+    def has_ring(self) -> bool:
+        """Whether rows are gathered from a ring on the device, which has all of them.
+
+        It spares the copy to the device for rows that are still there. On the host it would copy
+        each row twice more, and take the interpreter from training: a reader's time for 64 records
+        of 9 KiB goes from 2.3 to 1.5 ms without it, and the training thread's 0.2 ms a batch go to
+        nothing.
+        """
+        return runs_late(self.device) and len({self.device, *self.cut.devices.values()}) == 1
+
+    @cached_property
     def growth(self) -> Mapping[str, Any]:
         """How they are padded, of the activations that are."""
         return {} if self.padding is None else self.cut.growth
@@ -99,14 +111,15 @@ class View:
 
     def constants_for(self, batch_size: int) -> dict[str, Any]:
         """Return the leaves without rows for a batch of this size, each the caller's own."""
-        return {
-            path: counting(value, batch_size) if path in self.counts else copy.copy(value)
-            for path, value in self.constants.items()
-        }
+        found = {}
+        for path, value in self.constants.items():
+            is_count = path in self.counts
+            found[path] = counting(value, batch_size) if is_count else copy.copy(value)
+        return found
 
     def contains(self, ids: Sequence[Any], draws: np.ndarray) -> np.ndarray:
         """Which samples are stored, each in one of its draws: bool, shape (B,)."""
-        return self.generation.locate(ids, variant=draws).found & self.alive
+        return self.generation.contains(ids, variant=draws) & self.alive
 
 
 class Views:
@@ -127,7 +140,7 @@ class Views:
         """
         if os.getpid() != self._process:
             return []
-        return [view for view in self.live.get(loader_name, ()) if view.alive]
+        return list(filter(attrgetter("alive"), self.live.get(loader_name, ())))
 
     def at(self, loader_name: str, cut: Cut) -> View | None:
         """Where this loader's samples are stored that were captured at a cut, if anywhere."""

@@ -11,6 +11,7 @@ the files: the directory, its limit and its locks (`place`), what a generation i
 LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: `report`.
 """
 
+from egeria_cache.store.disk.files import Located
 from egeria_cache.store.disk.manifest import (
     ROOT_FORMAT,
     DamagedError,
@@ -19,7 +20,7 @@ from egeria_cache.store.disk.manifest import (
     write_json,
 )
 from egeria_cache.store.disk.place import remove_generations
-from egeria_cache.store.generation import Generation, Located
+from egeria_cache.store.generation import Generation
 from egeria_cache.store.native import kernel
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.report import Report, contents, pack, survey, unpack, verify

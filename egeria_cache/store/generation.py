@@ -11,10 +11,9 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +23,20 @@ from egeria_cache.attempt import without_modes
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs import Codec, Coder, LossyError
-from egeria_cache.store.disk.files import ENTRY, GenerationFiles, Totals, View, salvaged
+from egeria_cache.store.disk.files import LOCATED, GenerationFiles, Located, Totals, salvaged
 from egeria_cache.store.disk.manifest import GoneError, Manifest
 from egeria_cache.store.disk.place import Budget
 from egeria_cache.store.reader import Fetched
 from egeria_cache.store.record import Encoded, Records, Rows, choose_codec, encode_rows
-from egeria_cache.store.schema import SampleId, Variants, encode_keys, superseded
+from egeria_cache.store.schema import (
+    INT,
+    INT_KEY,
+    SIGN,
+    SampleId,
+    Variants,
+    encode_key,
+    superseded,
+)
 from egeria_cache.store.writer import Job, Writer
 
 logger = logging.getLogger("egeria_cache.store")
@@ -42,37 +49,25 @@ memory is not worth compressing: it stays in the page cache, and is read in a fr
 that decoding takes."""
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _TROUBLE = GoneError, OSError, MemoryError
-_Seen = TypeVar("_Seen")
 
 
-class Located(NamedTuple):
-    """Where the records of B samples are."""
+def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
+    """Return the keys of a batch.
 
-    keys: list[bytes]
-    entries: Any
-    """`Entries`, shape (B,), of size 0 where there is none."""
-
-    @property
-    def found(self) -> npt.NDArray[np.bool_]:
-        """Which of them there are; bool (B,)."""
-        found: npt.NDArray[np.bool_] = self.entries["size"] > 0
-        return found
-
-    @classmethod
-    def joined(cls, parts: Sequence[Located]) -> Located:
-        """Return those of all, in their order."""
-        if len(parts) == 1:
-            return parts[0]
-        keys, entries = zip(*parts, strict=True)
-        return cls(list(chain.from_iterable(keys)), np.concatenate(entries))
-
-    def rows(self, start: int, stop: int) -> Located:
-        """Return those of some of the samples."""
-        return Located(self.keys[start:stop], self.entries[start:stop])
-
-    def only(self, found: npt.NDArray[np.bool_]) -> Located:
-        """Return those of the masked samples."""
-        return Located(list(compress(self.keys, found)), self.entries[found])
+    Raises:
+        TypeError: An ID is not an integer, a text, or a tuple of these.
+        ValueError: No variant has this number: it has 32 bits.
+    """
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    each, pack = np.full(len(ids), variant).tolist(), INT_KEY.pack
+    try:
+        return [
+            pack(INT, one + SIGN, which) if type(one) is int else encode_key(one, which)
+            for one, which in zip(ids, each, strict=True)
+        ]
+    except struct.error:  # an integer or a variant too large for that
+        return list(map(encode_key, ids, each))
 
 
 class Generation:
@@ -97,6 +92,10 @@ class Generation:
         self._held = None if isinstance(files, str) else files
         self._stopped = files if isinstance(files, str) else None
         """Why it serves and takes nothing."""
+        self.alive = self._stopped is None
+        """It serves records: neither void, nor released, nor stopped by an error."""
+        self.is_idle = True
+        """Nothing of it waits for the writer."""
         self._writer, self._budget, self._coder = writer, budget, coder
         self.num_expected = num_expected
         """Records that it will hold when all are stored; 0 if nobody said."""
@@ -107,16 +106,6 @@ class Generation:
         self._said: set[str] = set()
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing of it waits for the writer."""
-        return self._num_queued <= 0
-
-    @property
-    def alive(self) -> bool:
-        """It serves records: neither void, nor released, nor stopped by an error."""
-        return self._stopped is None and not self._released
-
-    @property
     def _files(self) -> GenerationFiles:
         if self._stopped is not None or self._held is None:
             raise GoneError(self._stopped)
@@ -125,27 +114,34 @@ class Generation:
     @property
     def totals(self) -> Totals:
         """Sums over its records on disk."""
-        return self._look(View.totals, Totals())
-
-    def _look(self, what: Callable[[View], _Seen], without: _Seen) -> _Seen:
         try:
             with self._files.reading() as view:
-                return what(view)
+                return view.totals()
         except _TROUBLE as error:
             self._missed(error)
-        return without
+        return Totals()
 
     # -- reading ----------------------------------------------------------------------------
 
     def locate(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> Located:
         """Look up where samples are stored, by whichever process."""
         keys = encode_keys(ids, variant)
-        none = np.zeros(len(keys), ENTRY)
-        return Located(keys, self._look(lambda view: view.locate(keys), none))
+        located = np.zeros(len(keys), LOCATED)
+        located["key"] = keys
+        try:
+            with self._files.reading() as view:
+                located["entry"] = view.located(keys)
+            for row, key in enumerate(keys) if self._files.hidden else ():
+                if key in self._files.hidden:
+                    located["entry"]["size"][row] = 0
+        except _TROUBLE as error:
+            self._missed(error)
+        return located
 
     def contains(self, ids: Sequence[SampleId], *, variant: Variants = 0) -> npt.NDArray[np.bool_]:
         """Return bool (B,): which samples are stored, by whichever process."""
-        return self.locate(ids, variant=variant).found
+        found: npt.NDArray[np.bool_] = self.locate(ids, variant=variant)["entry"]["size"] > 0
+        return found
 
     def _missed(self, error: Exception) -> None:
         """What goes wrong between training and the disk is a miss, and one warning."""
@@ -185,7 +181,7 @@ class Generation:
         """
         try:
             with self._files.reading() as view:
-                fetched = Fetched(view, *located, pin_memory, waits=not in_memory)
+                fetched = Fetched(view, located, pin_memory, waits=not in_memory)
                 fetched.read()
             if fetched.damaged:
                 self._writer.count(corrupt=len(fetched.damaged))
@@ -197,7 +193,7 @@ class Generation:
                 return fetched.fields, fetched.hit
         except _TROUBLE as error:
             self._missed(error)
-        return {}, np.zeros(len(located.keys), np.bool_)
+        return {}, np.zeros(len(located), np.bool_)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -384,15 +380,15 @@ class Generation:
         """This process no longer uses it; its records stay, and what is queued is still stored. May
         be called twice.
         """
-        self._released = True
+        self._released, self.alive = True, False
         self._queued(0)
 
     def _queued(self, change: int) -> None:
         """Count the batches that wait; the last one of a released generation closes its files."""
         with self._lock:
             self._num_queued += change
-            done = self._released and self._num_queued <= 0
-        if done:
+            self.is_idle = self._num_queued <= 0
+        if self._released and self.is_idle:
             self._stop("closed")
             if self._held is not None:
                 self._held.close()
@@ -401,6 +397,7 @@ class Generation:
         """From now on it serves and takes nothing; True for the call that stopped it."""
         with self._lock:
             first, self._stopped = self._stopped is None, self._stopped or reason
+            self.alive = False
         return first
 
     def _end(self, reason: str) -> None:

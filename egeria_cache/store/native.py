@@ -15,14 +15,12 @@ import sys
 import threading
 import weakref
 from array import array
-from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 LIBRARY_NAME = "_kernel.so"
 SWITCH = "EGERIA_NATIVE"
@@ -32,11 +30,6 @@ ABSENT, INTACT, DAMAGED, UNREADABLE = range(4)
 """How a record was read: not, since it is not in memory; as it should be; not as it should be; not,
 since the disk cannot."""
 
-LARGE_BYTES = 1 << 20
-"""Decoded: from here on a second thread helps to read a batch, where a core was mostly idle in the
-last minute. Beside others on all cores it would make a read of 2 ms one of 6."""
-
-_local = threading.local()
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -44,57 +37,15 @@ class Kernel:
     """The compiled functions, for arrays. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, xxh3: Any, zstd: ctypes.CDLL) -> None:
-        self._hash = ctypes.cast(xxh3, c_void_p).value or 0
-        self._unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p).value or 0
-        self.zstd = zstd
-        self._helper = _declared(zstd.ZSTD_createDCtx, c_void_p)() or 0
+        self.hash = ctypes.cast(xxh3, c_void_p).value or 0
+        self.unzstd = ctypes.cast(zstd.ZSTD_decompressDCtx, c_void_p).value or 0
+        self.helper = _declared(zstd.ZSTD_createDCtx, c_void_p)() or 0
+        """zstd's state for the thread that helps to read a batch."""
+        self.own = _Own(zstd)
         p, n = c_void_p, c_int64
-        self._read = _declared(library.egeria_read, None, p)
+        self.read = _declared(library.egeria_read, None, p)
+        """Takes where the words of a batch are."""
         self._decode = _declared(library.egeria_decode, c_int, p, c_int, p, n, p, p, n)
-
-    def read(
-        self,
-        file: tuple[int, int, int],
-        seed: int,
-        columns: Sequence[tuple[Tensor, int, tuple[int, bool]]],
-        entries: npt.NDArray[Any],
-        keys: Sequence[bytes],
-        *,
-        waits: bool,
-    ) -> Bytes:
-        """Read, verify and decode records; return how each was read, shape (N,).
-
-        Args:
-            file: Where it is mapped, how many bytes at most, and its descriptor.
-            seed: Of the records' checksums.
-            columns: Per field N contiguous rows, their bytes, and what their numbers are.
-            entries: Of each record, shape (N,), contiguous.
-            keys: Of each record.
-            waits: For the disk; else what is not in memory is not read.
-        """
-        unpacker = self._unpacker()
-        found, described = np.zeros(len(entries), np.uint8), array("Q")
-        for rows, num_bytes, kind in columns:
-            described.extend((rows.data_ptr(), num_bytes, *kind))
-        sizes = [num_bytes for _, num_bytes, _ in columns]
-        decode_bytes = _room_bytes(max(sizes, default=0))
-        room_bytes = decode_bytes + sum(sizes) + _MOST_HEAD_BYTES  # more is none of these records
-        is_helped = len(found) * sum(sizes) >= LARGE_BYTES and _num_idle() > 0.5
-        key_bytes, each_key = array("H", map(len, keys)), array("B", b"".join(keys))
-        batch = array("Q", [
-            *file, seed, _at(described), len(columns), _address(entries), _at(each_key),
-            _at(key_bytes), _address(found), unpacker.room(room_bytes << is_helped),
-            unpacker.context, is_helped and self._helper, decode_bytes, room_bytes, self._hash,
-            self._unzstd, waits, len(found), 0,
-        ])  # fmt: skip
-        self._read(_at(batch))
-        return found
-
-    def _unpacker(self) -> Unpacker:
-        """Return the calling thread's own."""
-        if not hasattr(_local, "unpacker"):
-            _local.unpacker = Unpacker(self)
-        return _local.unpacker  # type: ignore[no-any-return]
 
     def decode(self, codec: int, stored: Any, out: Bytes, elements: tuple[int, bool]) -> bool:
         """Decode one field; whether it held what was promised.
@@ -107,30 +58,34 @@ class Kernel:
         """
         if len(out) % elements[0]:
             return False
-        unpacker = self._unpacker()
-        decoder = array("Q", [self._unzstd, unpacker.context, *elements])
-        source, room = np.frombuffer(stored, np.uint8), unpacker.room(_room_bytes(len(out)))
-        places = _address(source), len(source), room, _address(out), len(out)
-        return bool(self._decode(_at(decoder), codec, *places))
+        assert out.flags.c_contiguous
+        own, source = self.own.unpacker, np.frombuffer(stored, np.uint8)
+        if len(own.room) < room_bytes(len(out)):
+            own.room = np.empty(room_bytes(len(out)), np.uint8)
+        decoder = array("Q", [self.unzstd, own.context, *elements])
+        places = source.ctypes.data, len(source), own.room.ctypes.data, out.ctypes.data, len(out)
+        return bool(self._decode(decoder.buffer_info()[0], codec, *places))
 
 
 class Unpacker:
     """zstd's state for one thread, and room for what is decoded, for it and its helper."""
 
-    def __init__(self, native: Kernel) -> None:
-        self.context = _declared(native.zstd.ZSTD_createDCtx, c_void_p)()
+    def __init__(self, zstd: ctypes.CDLL) -> None:
+        self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
         if not self.context:
             raise MemoryError("zstd has no memory for its state")
-        free = _declared(native.zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
+        free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
         weakref.finalize(self, free, self.context).atexit = False
-        self._room = np.empty(0, np.uint8)
+        self.room = np.empty(0, np.uint8)
+        """Grows, and stays: what is new with each batch is faulted in each time."""
 
-    def room(self, num_bytes: int) -> int:
-        """Return where so many bytes are. What is new with each batch is faulted in each time."""
-        if len(self._room) < num_bytes:
-            self._room = np.empty(num_bytes, np.uint8)
-        return _address(self._room)
+
+class _Own(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self, zstd: ctypes.CDLL) -> None:
+        self.unpacker = Unpacker(zstd)
 
 
 @functools.cache
@@ -154,20 +109,12 @@ def kernel() -> Kernel | None:
 
 # -- as in kernel.c ----------------------------------------------------------------------------
 
-_MOST_HEAD_BYTES = 4096
+MOST_HEAD_BYTES = 4096
 
 
-def _room_bytes(num_bytes: int) -> int:
+def room_bytes(num_bytes: int) -> int:
     """Return what decoding fields of so many bytes needs besides."""
     return (3 * num_bytes + 87) & ~7
-
-
-def _num_idle() -> float:
-    """Return how many cores had nothing to do in the last minute."""
-    try:
-        return len(os.sched_getaffinity(0)) - os.getloadavg()[0]
-    except OSError:  # where it is hidden
-        return 0
 
 
 SHAPE = [14, 20]
@@ -179,12 +126,3 @@ it should not."""
 def _declared(function: Any, result: Any, *arguments: Any) -> Any:
     function.restype, function.argtypes = result, arguments
     return function
-
-
-def _at(words: array[int]) -> int:
-    return words.buffer_info()[0]
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    assert array.flags.c_contiguous
-    return int(array.ctypes.data)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from egeria_cache.arguments import StorageDtype
 from egeria_cache.store.codecs import Elements, Storage, storage_bytes
+from egeria_cache.store.native import MOST_HEAD_BYTES, room_bytes
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
@@ -37,29 +38,9 @@ NO_DRAW = (1 << 32) - 1
 """Stands for a draw where there is none to be superseded."""
 MAX_KEY_BYTES = 511
 """As LMDB takes them."""
-_SIGN = 1 << 63
-_INT, _JSON, _HASHED = b"i", b"j", b"h"
-_INT_KEY = struct.Struct(">cQI")
-
-
-def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
-    """Return the keys of a batch.
-
-    Raises:
-        TypeError: An ID is not an integer, a text, or a tuple of these.
-        ValueError: No variant has this number: it has 32 bits.
-    """
-    if isinstance(ids, np.ndarray):
-        ids = ids.tolist()
-    each = np.full(len(ids), variant).tolist()
-    pack = _INT_KEY.pack
-    try:
-        return [
-            pack(_INT, one + _SIGN, which) if type(one) is int else encode_key(one, which)
-            for one, which in zip(ids, each, strict=True)
-        ]
-    except struct.error:  # an integer or a variant too large for that
-        return [encode_key(one, which) for one, which in zip(ids, each, strict=True)]
+SIGN = 1 << 63
+INT, _JSON, _HASHED = b"i", b"j", b"h"
+INT_KEY = struct.Struct(">cQI")
 
 
 def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
@@ -78,8 +59,8 @@ def encode_key(sample_id: SampleId, variant: int = 0) -> bytes:
         name = [one if isinstance(one, str) else _integer(one) for one in sample_id]
     else:
         name = _integer(sample_id)
-        if -_SIGN <= name < _SIGN:
-            return _INT + struct.pack(">Q", name + _SIGN) + tail
+        if -SIGN <= name < SIGN:
+            return INT + struct.pack(">Q", name + SIGN) + tail
     # As they are: two halves of a character that stand alone are not that character.
     key = _JSON + json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass") + tail
     if len(key) > MAX_KEY_BYTES:
@@ -102,8 +83,8 @@ def decode_key(key: bytes) -> tuple[SampleId | None, int]:
     """
     with suppress(struct.error, ValueError, TypeError, RecursionError):
         kind, body, (variant,) = key[:1], key[1:-4], struct.unpack(">I", key[1:][-4:])
-        if kind == _INT and len(key) == _INT_KEY.size:
-            return struct.unpack(">Q", body)[0] - _SIGN, variant
+        if kind == INT and len(key) == INT_KEY.size:
+            return struct.unpack(">Q", body)[0] - SIGN, variant
         if kind == _JSON:
             found = json.loads(body)
             return found if isinstance(found, int | str) else tuple(found), variant
@@ -213,6 +194,13 @@ class Layout:
     def is_plain(self) -> bool:
         """All fields are tensors of one size."""
         return all(one.dtype for one in self.fields)
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """Bytes of what it takes to decode a field, and a record with that: more is none."""
+        sizes = [one.num_bytes for one in self.fields]
+        decoding = room_bytes(max(sizes, default=0))
+        return decoding, decoding + sum(sizes) + MOST_HEAD_BYTES
 
     @cached_property
     def seed(self) -> int:

@@ -86,7 +86,7 @@ class Writer:
         self._stopping = False
         self._hurries = False
         """Whether what waits is to be committed now."""
-        self._gathers = False
+        self.gathers = False
         """Whether batches wait for a group: those to come soon are more than those to be read."""
         self.why_dead = ""
         """Why nothing is stored any more, if that is so."""
@@ -131,7 +131,7 @@ class Writer:
     def _is_ripe(self) -> bool:
         """Whether what waits is to be committed."""
         return (
-            not self._gathers
+            not self.gathers
             or self._hurries
             or self._stopping
             or len(self._jobs) >= min(GROUP_BATCHES, QUEUE_BATCHES // 2)
@@ -140,10 +140,10 @@ class Writer:
 
     def gather(self, gathers: bool) -> None:
         """Wait for groups, or no more: what is queued is committed now, in its turn."""
-        if self._gathers == gathers or os.getpid() != self._process:
+        if self.gathers == gathers or os.getpid() != self._process:
             return  # in a forked child the thread may have held its lock for ever
         with self._changed:
-            self._gathers, self._hurries = gathers, self._hurries or not gathers
+            self.gathers, self._hurries = gathers, self._hurries or not gathers
             self._changed.notify_all()
 
     def _starts(self) -> bool:

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, BoundaryError, EgeriaLoader
 from egeria_cache.batch import unwrap
-from egeria_cache.prefetch import prefetcher
+from egeria_cache.prefetch import View
 from tests.helpers.runs import kill_writer
 from tests.helpers.steps import take_step
 from tests.hostile.harness import MEMORY, ForeignError, SilentlyWrong
@@ -81,7 +81,7 @@ class Training(RuleBasedStateMachine):
         ring=st.booleans(),
     )  # fmt: skip
     def start(self, seed, shuffle, size, ring):
-        self.needs_ring, prefetcher.needs_ring = prefetcher.needs_ring, lambda device: ring
+        self.has_ring, View.has_ring = View.has_ring, ring
         self.root = Path(tempfile.mkdtemp(prefix="egeria-hostile-", dir=MEMORY))
         self.num_directories, self.num_steps = 0, 0
         self.shuffle, self.batch_size = shuffle, size
@@ -342,7 +342,7 @@ class Training(RuleBasedStateMachine):
             self.iterator = None
             self.cache.close()
             shutil.rmtree(self.root, ignore_errors=True)
-            prefetcher.needs_ring = self.needs_ring
+            View.has_ring = self.has_ring
 
 
 def _fail(module, args):

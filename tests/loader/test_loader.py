@@ -16,8 +16,7 @@ from egeria_cache.loader.loader import EgeriaLoader
 from egeria_cache.loader.plan import PlannedEntry, best_entry
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.samples.draws import sample_seed
-from egeria_cache.store.disk.files import ENTRY
-from egeria_cache.store.generation import Located
+from egeria_cache.store.disk.files import LOCATED
 
 
 class Augmented(Dataset):
@@ -226,6 +225,6 @@ def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
 
 def test_where_several_cuts_serve_as_much_the_deepest_does():
     deep, shallow = (SimpleNamespace(cut=name) for name in ("layer2", "layer1"))
-    at, draws = Located([b"key"], np.ones(1, ENTRY)), np.zeros(1, np.int64)
+    at, draws = np.ones(1, LOCATED), np.zeros(1, np.int64)
     chosen = best_entry(PlannedEntry(view, 0, [1], draws, at) for view in (deep, shallow))
     assert chosen.view is deep

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from egeria_cache import ActivationCache, EgeriaLoader
-from egeria_cache.store.schema import encode_keys
+from egeria_cache.store.generation import encode_keys
 from tests.helpers.forked import nursery
 from tests.helpers.nets import Images, frozen_net
 from tests.helpers.runs import cached, run

@@ -18,6 +18,7 @@ from egeria_cache.prefetch.prefetcher import PlannedEntry, Prefetcher, ReaderThr
 from egeria_cache.prefetch.ring import Place, Ring, numbered
 from egeria_cache.ragged import pad_rows
 from egeria_cache.store import NotInMemoryError
+from egeria_cache.store.disk.files import LOCATED
 
 CPU = torch.device("cpu")
 
@@ -236,8 +237,8 @@ def test_work_is_done_in_order_and_its_errors_come_back(monkeypatch):
 
 
 def deferred(readers, read):
-    view = SimpleNamespace(is_void=False, cut=None, found=np.ones(1, bool))
-    entry = PlannedEntry(view, 0, [7], np.zeros(1), view)
+    view = SimpleNamespace(is_void=False, cut=None)
+    entry = PlannedEntry(view, 0, [7], np.zeros(1), np.ones(1, LOCATED))
     entry._prefetcher = Prefetcher(readers, ring_batches=1, pin_memory=False)
     entry._prefetcher.read = lambda entry: read(False)
     entry._prefetcher._read_together = lambda entry, in_memory: read(in_memory)

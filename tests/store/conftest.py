@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from egeria_cache.store import native
+from egeria_cache.store import reader
 from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.native import SWITCH, Kernel, kernel
-from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 
 DEADLINE_S = 60
@@ -38,7 +38,7 @@ def way_to_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Run every test with the kernel, and in the long mode without it, too; all batches are large,
     and no core is busy.
     """
-    monkeypatch.setattr(native, "LARGE_BYTES", 0)
+    monkeypatch.setattr(reader, "LARGE_BYTES", 0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     if request.param:
         monkeypatch.setenv(SWITCH, "0")
@@ -62,7 +62,7 @@ def compiled(way_to_read: None) -> Kernel:
 def entries_of(store: ActivationStore, ids: list[Any]) -> Any:
     """Where the records of some samples lie in the store's own generation."""
     with store._own()._files.reading() as view:
-        return view.locate(encode_keys(ids))
+        return view.located(encode_keys(ids))
 
 
 def damage(store: ActivationStore, ids: list[Any], at: int = 60) -> None:

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from egeria_cache.store import NotInMemoryError, native
 from egeria_cache.store.codecs import Codec, CodecError, Coder, decode
+from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.native import SWITCH, kernel
-from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import damage, entries_of, keep
 
@@ -217,11 +217,10 @@ def test_a_record_that_is_not_where_its_entry_says_is_found_by_its_block(
     with ActivationStore(directory, codec=codec) as store:
         keep(store, range(64), fields)
         entries = entries_of(store, list(range(64))).copy()
-        environment = store._own()._files._environment
         entries["place"][7] = place
-        with environment.transaction(writes=True) as transaction:
+        with store._own()._files.reading(writes=True) as view:
             (key,) = encode_keys([7])
-            transaction.put(key, entries[7].tobytes(), db=environment.tables[b"samples"])
+            view._transaction.put(key, entries[7].tobytes(), db=view.tables[b"samples"])
         found, hit = store.get_batch(range(64))
         assert hit.all()
         assert torch.equal(found["x"], rows)

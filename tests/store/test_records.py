@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from egeria_cache.store.codecs import Codec, CodecError, Coder
 from egeria_cache.store.codecs import decode as decode_bytes
+from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.record import Record, choose_codec, encode_rows
 from egeria_cache.store.schema import (
     DTYPES,
@@ -13,7 +14,6 @@ from egeria_cache.store.schema import (
     Layout,
     RecordError,
     decode_value,
-    encode_keys,
     encode_value,
 )
 

@@ -34,9 +34,9 @@ from egeria_cache.store.disk.place import (
     in_use_elsewhere,
     remove_directory,
 )
+from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.report import contents, pack, survey, verify
-from egeria_cache.store.schema import encode_keys
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -386,17 +386,17 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
 
 
 @contextlib.contextmanager
-def too_many_readers(environment):
+def too_many_readers(files):
     with contextlib.ExitStack() as readers:
         with contextlib.suppress(OSError):
             for _ in range(200):
-                readers.enter_context(environment.transaction())
+                readers.enter_context(files.reading())
         yield
 
 
 def test_what_lmdb_cannot_read_now_are_misses_and_one_warning(store, caplog):
     keep(store, [1], rows([1]))
-    with too_many_readers(store._own()._files._environment):
+    with too_many_readers(store._own()._files):
         for _ in range(2):
             assert not store.get_batch([1])[1].any()
             assert not store.contains([1]).any()
@@ -557,7 +557,7 @@ def test_where_addresses_are_scarce_a_quarter_of_them_is_mapped(tmp_path, monkey
     with ActivationStore(tmp_path / "cache", codec="raw") as store:
         keep(store, [1], torch.ones(1, 10))
         with store._own()._files.reading() as view:
-            assert view.environment._env.info()["map_size"] == 1 << 34
+            assert view.environment.env.info()["map_size"] == 1 << 34
 
 
 NURSERY = """

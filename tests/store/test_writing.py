@@ -7,8 +7,8 @@ import torch
 from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.disk.files import Totals
+from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.record import encode_rows
-from egeria_cache.store.schema import encode_keys
 from egeria_cache.store.writer import Job
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import counted, keep, random_rows

@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import lmdb
 import numpy as np
 from lmdb.verify import verify
 
-from egeria_cache.errors import StoreError
 from egeria_cache.store.disk.manifest import DamagedError, GoneError, open_own
 
 try:
@@ -38,9 +36,6 @@ PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
 """As LMDB takes it from the machine."""
 LOCK_BYTES = 8192
 """Room for 126 threads that read at a time, of all processes."""
-FEW_BLOCKS = 16
-"""Of a disk: fewer are left once it was full."""
-
 
 _opened: dict[tuple[int, int], Environment] = {}
 _walked: set[tuple[int, ...]] = set()
@@ -57,19 +52,18 @@ class Environment:
         self.descriptor = descriptor
         """Of the file, for reading records."""
         self.writes = writes
-        self._directory, self._identity, self._process = directory, identity, os.getpid()
-        self._num_users = 0
-        """Who opened it, and transactions."""
-        self._counting = threading.Lock()
-        self._env = _open_lmdb(directory, writes=writes)
+        self.process = os.getpid()
+        """Whose threads may use it."""
+        self._identity, self._num_users = identity, 0
+        self.env = _open_lmdb(directory, writes=writes)
         try:
-            self._env.reader_check()
-            self.tables = {name: self._env.open_db(name, create=writes) for name in TABLES}
-            with self._env.begin(buffers=True) as transaction:
+            self.env.reader_check()
+            self.tables = {name: self.env.open_db(name, create=writes) for name in TABLES}
+            with self.env.begin(buffers=True) as transaction:
                 self.map = self._map_of(transaction.get(TABLES[-1]))
             """Where LMDB has mapped the file, how many bytes at most, and its descriptor."""
         except BaseException:
-            self._env.close()
+            self.env.close()
             raise
 
     @classmethod
@@ -101,8 +95,7 @@ class Environment:
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
-                with one._counting:
-                    one._num_users += 1
+                one._num_users += 1
                 return one
             except lmdb.Error as error:
                 is_empty = getattr(error, "code", 0) == errno.EBADF
@@ -121,52 +114,14 @@ class Environment:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """One user less; the last one closes it, once nobody reads any more."""
-        if os.getpid() != self._process:
-            return
-        with self._counting:
-            self._num_users -= 1
-            if self._num_users:
-                return
+        """One user less; the last one closes it."""
         with _lock:
-            if _opened.get(self._identity) is not self or self._num_users:
-                return  # it was opened again meanwhile
-            del _opened[self._identity]
-            self._env.close()
-            with contextlib.suppress(OSError):  # it is closed whatever close() says
-                os.close(self.descriptor)
-
-    @contextlib.contextmanager
-    def transaction(self, *, writes: bool = False) -> Iterator[lmdb.Transaction]:
-        """A view of what is committed now; values are copies. One that writes is committed at the
-        end, durably, or not at all if anything is raised; values lie where LMDB has mapped them.
-
-        Raises:
-            GoneError: Closed.
-            OSError: The disk is full, or fails, or LMDB cannot read now.
-        """
-        if os.getpid() != self._process:
-            raise StoreError(
-                f"{self._directory} was opened before fork(), whose child has neither its threads "
-                "nor its locks; open the ActivationStore in the child process itself, or start the "
-                "child with 'spawn'"
-            )
-        with self._counting:
+            self._num_users -= 1
             if not self._num_users:
-                raise GoneError("closed")
-            self._num_users += 1
-        try:
-            if writes:  # what the killed have read would never be used again
-                self._env.reader_check()
-            with self._env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
-                yield transaction
-        except lmdb.Error as error:
-            # To LMDB, a write that was cut short is an input/output error.
-            is_full = writes and os.fstatvfs(self.descriptor).f_bavail < FEW_BLOCKS
-            is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
-            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
-        finally:
-            self.close()
+                del _opened[self._identity]
+                self.env.close()
+                with contextlib.suppress(OSError):  # it is closed whatever close() says
+                    os.close(self.descriptor)
 
     def place_of(self, view: memoryview) -> int:
         """Return where in the file a value of more than half a page lies, which never moves: LMDB
@@ -187,7 +142,7 @@ class Environment:
         there = os.pread(self.descriptor, PAGE_BYTES, place) if place < size else b""
         if there != ctypes.string_at(page, PAGE_BYTES):
             return 0, 0, self.descriptor
-        return page - place, self._env.info()["map_size"], self.descriptor
+        return page - place, self.env.info()["map_size"], self.descriptor
 
 
 _DAMAGE = (
@@ -276,7 +231,7 @@ def _forget_in_child() -> None:
     _lock = threading.RLock()
     for one in _opened.values():
         _left_behind.append(one)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one._env))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.env))
     _opened.clear()
 
 

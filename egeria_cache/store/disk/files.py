@@ -14,13 +14,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs import Codec, LossyError
 from egeria_cache.store.disk.environment import DATA_NAME, PAGE_BYTES, Environment
 from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
@@ -32,6 +35,9 @@ ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: where in the file its record lies, 0 where only its block says so; the record's
 bytes, 0 if there is none; the block that it is in."""
 Entries = npt.NDArray[Any]
+LOCATED = np.dtype([("key", object), ("entry", ENTRY)])
+Located = npt.NDArray[Any]
+"""Where the records of some samples are: each one's key, and its entry."""
 _NO_ENTRY = bytes(ENTRY.itemsize)
 BLOCK_BYTES = 512 * 1024 - 16
 """Of records that are one value of LMDB: of larger pieces Linux looks for memory in huge pages."""
@@ -41,6 +47,8 @@ _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
 _TOTALS = struct.Struct("<QQddQ")
 _NO_CODEC = 255
+FEW_BLOCKS = 16
+"""Of a disk: fewer are left once it was full."""
 
 
 @dataclass(slots=True)
@@ -115,26 +123,40 @@ class GenerationFiles:
         self.hidden: dict[bytes, bool] = {}
         """Records that could not be read and count as absent; whether they may be stored again, or
         else something else may be wrong, and pass."""
-        self._is_open = threading.Lock()
-        """Taken for good by whoever closes them."""
+        self._is_open, self._counting = threading.Lock(), threading.Lock()
+        """Taken for good by whoever closes them; and for a moment."""
+        self._num_users = 1
+        """Who opened them, and who reads or writes."""
         vetted = in_use_elsewhere(directory)
-        with contextlib.ExitStack() as held:
-            self._claim = None if inspects else Claim(directory)
-            if self._claim is not None:
-                held.callback(self._claim.release)
+        self._claim = None if inspects else Claim(directory)
+        try:
             self._environment = Environment.open(directory, writes=not inspects, vetted=vetted)
-            held.callback(self._environment.close)
-            self._held = held.pop_all()
+        except BaseException:
+            if self._claim is not None:
+                self._claim.release()
+            raise
 
     def close(self, *, removes: bool = False) -> None:
         """Give the lock up; the files are closed when nobody reads them, and unlinked, if that is
         wanted (under the directory's lock), unless another process uses them. Only the first call
         does anything.
         """
-        if self._is_open.acquire(blocking=False):
-            if removes and self._claim is not None and self._claim.alone():
-                remove_directory(self.directory)
-            self._held.close()
+        if not self._is_open.acquire(blocking=False):
+            return
+        if removes and self._claim is not None and self._claim.alone():
+            remove_directory(self.directory)
+        if os.getpid() == self._environment.process:
+            self._leave()
+        if self._claim is not None:
+            self._claim.release()
+
+    def _leave(self) -> None:
+        """One user less; the last one closes the files."""
+        with self._counting:
+            self._num_users -= 1
+            is_last = not self._num_users
+        if is_last:
+            self._environment.close()
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
@@ -147,15 +169,38 @@ class GenerationFiles:
             raise GoneError(f"{self.directory} was removed while in use")
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[View]:
-        """What is committed now, for as long as it is looked at.
+    def reading(self, *, writes: bool = False) -> Iterator[View]:
+        """What is committed now, for as long as it is looked at. What is added to it is committed
+        at the end, durably, or not at all if anything is raised.
 
         Raises:
             GoneError: Closed.
-            OSError: It cannot be read now.
+            StoreError: It was opened by the parent of this process.
+            OSError: The disk is full, or fails, or LMDB cannot read now.
         """
-        with self._environment.transaction() as transaction:
-            yield View(self, self._environment, transaction)
+        environment = self._environment
+        if os.getpid() != environment.process:
+            raise StoreError(
+                f"{self.directory} was opened before fork(), whose child has neither its threads "
+                "nor its locks; open the ActivationStore in the child process itself, or start the "
+                "child with 'spawn'"
+            )
+        with self._counting:
+            if not self._num_users:
+                raise GoneError("closed")
+            self._num_users += 1
+        try:
+            if writes:  # what the killed have read would never be used again
+                environment.env.reader_check()
+            with environment.env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
+                yield View(self, environment, transaction)
+        except lmdb.Error as error:
+            # To LMDB, a write that was cut short is an input/output error.
+            is_full = writes and os.fstatvfs(environment.descriptor).f_bavail < FEW_BLOCKS
+            is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
+        finally:
+            self._leave()
 
     def store(self, records: Records, told: Totals, room: Callable[[int], int]) -> tuple[int, int]:
         """Store records in one commit, as far as there is room; see `Generation.take`.
@@ -165,8 +210,7 @@ class GenerationFiles:
             told: Of all of them; see there.
             room: Of so many bytes, how many may be added; the directory's lock is held.
         """
-        with self._environment.transaction(writes=True) as transaction:
-            view = View(self, self._environment, transaction)
+        with self.reading(writes=True) as view:
             new = fitting = view.new_among(records)
             if new:
                 growth = view.growth_bytes(new)
@@ -185,35 +229,25 @@ class View:
     def __init__(self, files: GenerationFiles, environment: Environment, transaction: Any) -> None:
         self.files, self.environment, self._transaction = files, environment, transaction
         self.descriptor, self.tables = environment.descriptor, environment.tables
+        if files.layout is None and (stored := self.get(b"about", LAYOUT)) is not None:
+            with contextlib.suppress(RecordError):
+                files.layout = Layout.unsealed(bytes(stored), files.identity)
+        self.layout = files.layout
+        """What records hold; None where there are none, or where that is lost."""
 
     def get(self, table: bytes, key: bytes) -> Any:
         """Return a value, if there is one; it is good while the transaction lasts."""
         return self._transaction.get(key, db=self.tables[table])
 
-    def locate(self, keys: Sequence[bytes]) -> Entries:
-        """Return where records are, shape (B,). What is hidden is not there."""
-        entries, hidden = self.located(keys), self.files.hidden
-        for row in [row for row, key in enumerate(keys) if key in hidden] if hidden else ():
-            entries["size"][row] = 0
-        return entries
-
     def located(self, keys: Sequence[bytes]) -> Entries:
-        """Return where records are, whatever was remembered of them."""
-        get, table = self._transaction.get, self.tables[b"samples"]
-        # A plain loop: `getmulti` takes three times as long.
-        values = [get(key, _NO_ENTRY, table) for key in keys]
+        """Return where records are, shape (B,), whatever was remembered of them."""
+        # One by one: `getmulti` takes three times as long.
+        absent, table = repeat(_NO_ENTRY), repeat(self.tables[b"samples"])
+        values = list(map(self._transaction.get, keys, absent, table))
         whole = b"".join(values)
         if len(whole) != len(keys) * ENTRY.itemsize:  # damaged: a value of another size
             whole = b"".join(one if len(one) == ENTRY.itemsize else _NO_ENTRY for one in values)
         return np.frombuffer(bytearray(whole), ENTRY)
-
-    @property
-    def layout(self) -> Layout | None:
-        """What records hold; None where there are none, or where that is lost."""
-        if self.files.layout is None and (stored := self.get(b"about", LAYOUT)) is not None:
-            with contextlib.suppress(RecordError):
-                self.files.layout = Layout.unsealed(bytes(stored), self.files.identity)
-        return self.files.layout
 
     def totals(self) -> Totals:
         """Return the sums over all records."""
