@@ -10,7 +10,7 @@ what a snapshot comes by, `copier` copies, `code` follows functions by the names
 """
 
 from egeria_cache.pystate.bytecode import names_in
-from egeria_cache.pystate.code import Code, found_in, has_settings, is_followed, is_value, reached
+from egeria_cache.pystate.code import Code, found_in, functions_of, has_settings, is_value, reached
 from egeria_cache.pystate.content import PLAIN, Content, describe, digest, leaf_print, tensor_digest
 from egeria_cache.pystate.copier import Copier, is_shared
 from egeria_cache.pystate.look import Portrait, is_below
@@ -41,8 +41,8 @@ from egeria_cache.pystate.snapshot import Moved, Snapshot
 __all__ = [
     "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",
     "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn",
-    "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "has_settings",
-    "in_class", "is_below", "is_beyond", "is_compiled", "is_followed", "is_installed_code",
+    "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "functions_of",
+    "has_settings", "in_class", "is_below", "is_beyond", "is_compiled", "is_installed_code",
     "is_library", "is_put_back", "is_shared", "is_standard", "is_value", "leaf_print", "led_to",
     "names_in", "outside_state", "own_attributes", "own_dict", "own_slots", "reached",
     "tensor_digest",

@@ -147,11 +147,11 @@ class Code:
                     names = *sorted(self.names), "__getattr__"
                     self.note(vars(one), names, whole=None in self.whole)
             elif not has_settings(one):
-                yield from ((found, owner) for found in _functions(one))
+                yield from ((found, owner) for found in functions_of(one))
             else:
                 parts = [in_class(kind := _kind(one), name) for name in self.in_class_of(one)]
                 self.found |= {(id(part), kind): part for part in parts if has_settings(part)}
-                yield from ((found, kind) for part in parts for found in _functions(part))
+                yield from ((found, kind) for part in parts for found in functions_of(part))
 
     def note(self, scope: dict[str, Any], names: Iterable[str], *, whole: bool = False) -> None:
         """Note globals that it reads: under these names, or all data."""
@@ -173,18 +173,20 @@ class Code:
             self.others[id(part)] = part
             yield from _entered(part, {})
 
-    def named_of(self, value: Any) -> dict[str, Any]:
-        """Return what it may read of an object of a library's: what it names, but for what tensors
-        have as well, and to what properties and tables of its class lead from there; all, if names
-        cannot be told.
+    def named_of(self, value: Any) -> dict[str, Any] | None:
+        """Return what it may read of an object of a library's whose code is followed: what it
+        names, but for what tensors have as well, and to what properties and tables of its class
+        lead from there; all, if names cannot be told. None for other objects.
         """
-        own, names = own_attributes(value), {*self.names}
-        for base in objects.bases_of(type(value)):
+        kind, own, names = type(value), own_attributes(value), {*self.names}
+        if not is_installed(kind) or objects.is_standard(kind) or _is_library(kind.__module__):
+            return None
+        for base in objects.bases_of(kind):
             for name, part in vars(base).items():
                 if isinstance(part, dict):
                     names.update(str(part[key]) for key in part.keys() & self.names)
                 elif name in self.names:
-                    names.update(n for f in _functions(part) for n in names_in(f.__code__).all)
+                    names.update(n for f in functions_of(part) for n in names_in(f.__code__).all)
         is_all, asked = None in self.whole, names - _OF_TENSORS
         return {name: part for name, part in own.items() if is_all or name in asked}
 
@@ -266,7 +268,7 @@ def _wholes(function: types.FunctionType, owner: type | None, names: Names) -> I
     itself = tuple[str, ...]()
     if names.whole and owner is not None and issubclass(owner, nn.Module):
         methods = (one for base in objects.bases_of(owner) for one in vars(base).values())
-        if any(found is function for one in methods for found in _functions(one)):
+        if any(found is function for one in methods for found in functions_of(one)):
             itself = function.__code__.co_varnames[:1]
     for name in names.whole:
         of = function.__globals__.get(name or "")
@@ -280,7 +282,7 @@ def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
     for name in (*objects.entries(module), "__getattr__", "__getattribute__"):
         own = forwards.get(id(module)) if name == "forward" else None
         both = own or module.__dict__.get(name), getattr(type(module), name)
-        yield from ((found, type(module)) for one in both for found in _functions(one))
+        yield from ((found, type(module)) for one in both for found in functions_of(one))
 
 
 def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
@@ -307,11 +309,6 @@ def has_settings(value: Any) -> bool:
     return isinstance(value, type) or not (objects.is_foreign(value) or is_value(value))
 
 
-def is_followed(kind: type) -> bool:
-    """Whether a class is a library's whose code is followed into its methods."""
-    return is_installed(kind) and not (objects.is_standard(kind) or _is_library(kind.__module__))
-
-
 def _is_generated(part: Any) -> bool:
     """Whether it is a method that a data class has made, which names all of its fields."""
     return isinstance(part, types.FunctionType) and part.__code__.co_filename == "<string>"
@@ -332,7 +329,7 @@ def _kind(value: Any) -> type:
     return value if issubclass(type(value), type) else type(value)  # `list[int]` is none
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
+def functions_of(value: Any) -> Iterator[types.FunctionType]:
     """Look through what wraps a function."""
     for _ in range(8):
         if isinstance(value, types.FunctionType):

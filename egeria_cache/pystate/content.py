@@ -165,17 +165,11 @@ def plain_print(value: Any) -> int | None:
     if kind in PLAIN or kind is range:
         text = value if kind is bytes else f"{kind.__name__}{value!r}".encode("utf-8", "replace")
         return xxhash.xxh3_64_intdigest(text)
-    if kind in (list, tuple):
-        if not _holds_plain(value):
-            return None
-    elif kind is dict:
-        if not (_holds_plain(value) and _holds_plain(value.values())):
-            return None
-    else:
-        return None
-    with suppress(ValueError):  # deeper inside lies something else
-        # Version 2: no references, which would depend on who else holds the parts.
-        return xxhash.xxh3_64_intdigest(marshal.dumps(value, 2))
+    parts = (value, value.values()) if kind is dict else (value,)
+    if kind in (list, tuple, dict) and all(map(_holds_plain, parts)):
+        with suppress(ValueError):  # deeper inside lies something else
+            # Version 2: no references, which would depend on who else holds the parts.
+            return xxhash.xxh3_64_intdigest(marshal.dumps(value, 2))
     return None
 
 
@@ -196,9 +190,7 @@ def is_long(value: Any) -> bool:
         return value.nbytes > LONG
     if isinstance(value, Tensor):
         return value.layout == torch.strided and value.numel() * value.element_size() > LONG
-    if type(value) in (list, tuple, dict):
-        return len(value) > LONG >> 6
-    return False
+    return type(value) in (list, tuple, dict) and len(value) > LONG >> 6
 
 
 def tensor_print(tensor: Tensor, limit: int = THOROUGH_BYTES) -> int:

@@ -50,6 +50,7 @@ _NO_OBJECTS = (
 )  # fmt: skip
 _FOLLOWED = ("torch.utils.data", "typing", "abc", "collections.abc")
 """Whose classes call no method of a user's data set but those that Python names."""
+_HOLDING = (types.MethodType, property, types.MemberDescriptorType, *LEADS)
 _GETTERS = attrgetter, methodcaller
 _DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
 """Kinds of which most of a data set's objects are."""
@@ -109,11 +110,8 @@ class Portrait(Snapshot):
 
     def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
         """Return the paths that differ, except for those in `leave_out` and all below them."""
-        before, now = self.prints, after.prints
-        if before == now:
-            return []
-        paths = dict.fromkeys((*before, *now))
-        moved = [path for path in paths if before.get(path) != now.get(path)]
+        paths = dict.fromkeys((*self.prints, *after.prints))
+        moved = (path for path in paths if self.prints.get(path) != after.prints.get(path))
         return [path for path in moved if not is_below(path, leave_out)]
 
     def _note(self, path: str, what: Any) -> None:
@@ -308,11 +306,7 @@ class Portrait(Snapshot):
             self._note(path, f"{kind_name(type(value))} of {len(value)}")
         elif isinstance(value, (*places.BUFFERS, *MEMORY)):
             self._array(path, places.bytes_in(value))
-        elif (
-            isinstance(value, (types.MethodType, property, types.MemberDescriptorType, *LEADS))
-            or objects.own_dict(value) is not None
-            or own_attributes(value)
-        ):
+        elif isinstance(value, _HOLDING) or objects.has_attributes(value):
             self._note(path, kind_name(type(value)))
         else:
             self._foreign(path, value)

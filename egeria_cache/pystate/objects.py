@@ -261,6 +261,11 @@ def own_attributes(value: Any) -> dict[str, Any]:
     return {**(own_dict(value) or {}), **own_slots(value)}
 
 
+def has_attributes(value: Any) -> bool:
+    """Whether it has a dict of them, or holds something in slots."""
+    return own_dict(value) is not None or bool(own_slots(value))
+
+
 def own_slots(value: Any) -> dict[str, Any]:
     """Return what any object holds in slots; none of the standard library's, which keep there what
     they have worked out.

@@ -327,18 +327,14 @@ class Generator(Place):
         """Return its state, as bytes."""
         if isinstance(where, torch.Generator):
             return where.get_state().numpy().tobytes()
-        if isinstance(where, _OLD):
-            return pickle.dumps(where.__getstate__())
-        return pickle.dumps(getattr(where, "bit_generator", where).state)
+        return pickle.dumps(getattr(where, "bit_generator", where).__getstate__())
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it go on from there."""
         if isinstance(where, torch.Generator):
             where.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
-        elif isinstance(where, _OLD):
-            where.__setstate__(pickle.loads(kept))
         else:
-            getattr(where, "bit_generator", where).state = pickle.loads(kept)
+            getattr(where, "bit_generator", where).__setstate__(pickle.loads(kept))
 
     def seed(self, where: Any, seed: int) -> None:
         """Have it draw others."""

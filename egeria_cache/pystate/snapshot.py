@@ -217,7 +217,7 @@ class Snapshot:
             isinstance(value, objects.StandIn) and not value.is_copied
         ):
             return
-        if objects.own_dict(value) is not None or objects.own_slots(value):
+        if objects.has_attributes(value):
             yield places.Attributes(path, value)
 
 

@@ -54,12 +54,6 @@ def _global_hooks() -> list[Any]:
     return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values()]
 
 
-def _is_watched(one: FunctionType) -> bool:
-    """Whether it is the user's, or holds something."""
-    held = one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__
-    return any(held) or not pystate.is_installed_code(one.__code__)
-
-
 class Surroundings:
     """Finds what the code of a model names.
 
@@ -88,8 +82,7 @@ class Surroundings:
             )
         seen = Snapshot((("", one) for one in [*code, *self._of_modules]), reach=CODE)
         self._places = [one for one in seen.places if isinstance(one, Names | OfClass)]
-        functions = (one for one in seen.alive.values() if isinstance(one, FunctionType))
-        self._functions = list(filter(_is_watched, functions))
+        self._functions = [one for one in seen.alive.values() if isinstance(one, FunctionType)]
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
@@ -154,11 +147,10 @@ class Weights:
                     moved[key] = name
                 if tensor.requires_grad is not held.requires_grad:
                     tensor.requires_grad_(held.requires_grad)
-                now = tensor.grad
-                if now is not (None if grad is None else grad.tensor):
-                    tensor.grad = None if grad is None else grad.tensor
-                    moved.setdefault(key, f"{name}.grad")
-                if grad is not None and grad.put_back(wholly, self.looks_closely):
+                before = None if grad is None else grad.tensor
+                if has_another := tensor.grad is not before:
+                    tensor.grad = before
+                if (grad and grad.put_back(wholly, self.looks_closely)) or has_another:
                     moved.setdefault(key, f"{name}.grad")
         return moved
 

@@ -271,8 +271,8 @@ class Layout:
         elif isinstance(value, LRScheduler):
             self.live.append((where, vars(value)))
         elif (own := own_dict(value)) is not None and not pystate.is_beyond(value):
-            if pystate.is_followed(type(value)):
-                self._look_at(where, value, self._code.named_of(value))
+            if (named := self._code.named_of(value)) is not None:
+                self._look_at(where, value, named)
             elif any((id(value), key) in self._apart for key in own):
                 self._look_at(where, value, own)
             else:
@@ -424,27 +424,21 @@ def hook_of_training(module: nn.Module) -> str | None:
     What it does in training alone (NEFTune's noise) would be off in a module held in inference
     mode. PyTorch's own hooks are meant for both modes.
     """
-    for hook in own_hooks(module):
-        function = _bare(hook)
-        if not isinstance(function, FunctionType | MethodType):
-            function = vars(type(function)).get("__call__")
-        if _asks_for_training(function):
-            return str(getattr(function, "__qualname__", function))
-    return None
+    functions = chain.from_iterable(map(pystate.functions_of, own_hooks(module)))
+    return next((one.__qualname__ for one in functions if _asks_for_training(one)), None)
 
 
-def _asks_for_training(function: Any, depth: int = 2) -> bool:
+def _asks_for_training(function: FunctionType, depth: int = 2) -> bool:
     """Whether its code does, or that of a function that it names."""
-    code = getattr(function, "__code__", None)
-    is_torchs = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-    if code is None or is_torchs or not isinstance(function, FunctionType | MethodType):
+    if (function.__module__ or "").partition(".")[0] == "torch":
         return False
-    if "training" in code.co_names:
+    if "training" in function.__code__.co_names:
         return True
     with suppress(ValueError):  # what it closes over is not there yet
         named = inspect.getclosurevars(function)
         helpers = (*named.nonlocals.values(), *named.globals.values()) if depth else ()
-        return any(_asks_for_training(one, depth - 1) for one in helpers)
+        inner = chain.from_iterable(map(pystate.functions_of, helpers))
+        return any(_asks_for_training(one, depth - 1) for one in inner)
     return False
 
 
