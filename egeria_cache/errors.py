@@ -142,12 +142,13 @@ class BoundaryError(EgeriaError):
 class ParallelError(BoundaryError):
     """Tensor parallelism cuts the model: it trains uncached."""
 
-    def __init__(self, boundary: str, parameter: str) -> None:
+    @classmethod
+    def of(cls, parameter: str) -> ParallelError:
         """Say which parameter it cuts."""
-        super().__init__(
-            f"the prefix up to {boundary!r} cannot be skipped: {parameter!r} is cut by tensor "
-            "parallelism, and the model would have to be proved on all ranks at once; make a "
-            "`FrozenFront` of the frozen blocks, which is whole on each rank"
+        return cls(
+            f"the frozen front cannot be skipped: {parameter!r} is cut by tensor parallelism, and "
+            "the model would have to be proved on all ranks at once; make a `FrozenFront` of the "
+            "frozen blocks, which is whole on each rank"
         )
 
 

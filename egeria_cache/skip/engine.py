@@ -22,12 +22,12 @@ from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
-from egeria_cache.errors import BoundaryError, PaddingError, ParallelError
+from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
 from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
-from egeria_cache.skip.model.fsdp import Front, ShardedFront, cut_otherwise, states_in
+from egeria_cache.skip.model.fsdp import Front, ShardedFront, states_in
 from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
@@ -720,16 +720,14 @@ class SkipEngine:
     def _look_at_shards(self) -> None:
         """See whether a part of a gathered front is trained again, or it could not be gathered."""
         assert self._sharded is not None
-        why = self._sharded.refused()
+        why, self._sharded.why_not = self._sharded.why_not, None
         if why is not None and self.boundary is not None:
-            name = cut_otherwise(self.model)
-            otherwise = BoundaryError.not_proved(self.boundary, why)
-            self._tell_refused(ParallelError(self.boundary, name) if name else otherwise)
-        thawed, self._sharded.thawed = self._sharded.thawed, []
+            self._tell_refused(why)
+        thawed, self._sharded.thawed = self._sharded.thawed, {}
         if thawed and self.boundary is not None:
-            self.host.thawed(self._sharded.thawed_name, None)
+            self.host.thawed(next(iter(thawed)), None)
             self._place(None, None)
-            self._thaw.note(thawed)
+            self._thaw.note(thawed.values())
 
     # ---- is the prefix what it was? -----------------------------------------------------------
 

@@ -32,13 +32,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
+from egeria_cache.errors import BoundaryError, ParallelError
 
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
 _PRIMES = (1, 3, 5, 7, 11, 13, 17, 19)
-_MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
+_MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key"
 _HOME = "torch.distributed.fsdp"
 
 
@@ -64,27 +65,11 @@ def states_in(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in found if state is not None}.values())
 
 
-def marks() -> frozenset[str]:
-    """Return the attributes by which PyTorch notes on a module what was applied to it.
-
-    The names of some are drawn anew in every process.
+def is_mark(key: str) -> bool:
+    """Whether it is an attribute by which PyTorch notes on a module what was applied to it; the
+    names of some end otherwise in every process.
     """
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    found = (getattr(contract, name, None) for name in ("STATE_KEY", "REGISTRY_KEY"))
-    return _MARKS.union(key for key in found if isinstance(key, str))
-
-
-def cut_otherwise(model: nn.Module) -> str | None:
-    """Return the name of a parameter that not `fully_shard` alone has cut."""
-    sharded = {
-        id(one.sharded_param)
-        for state in states_in(model)
-        for group in groups_of(state)
-        for one in group.fsdp_params
-        if not one.is_dtensor
-    }
-    named = model.named_parameters()
-    return next((name for name, p in named if is_sharded(p) and id(p) not in sharded), None)
+    return key.startswith(_MARKS)
 
 
 def groups_of(state: Any) -> Any:
@@ -136,42 +121,43 @@ class Cast:
         return tree_map_only(Tensor, cast, (args, given) if self.is_input else given)
 
 
-def cast_hooks(state: Any) -> list[Cast]:
-    """Return hooks that cast as a unit's own do; none without mixed precision."""
-    policy = state._mp_policy
-    given = policy.param_dtype if policy.cast_forward_inputs else None
-    pairs = ((given, True), (policy.output_dtype, False))
-    return [Cast(dtype, is_input) for dtype, is_input in pairs if dtype is not None]
-
-
 def casts_of(modules: Iterable[nn.Module]) -> list[Cast]:
-    """Return hooks that cast as those of the units among some modules do."""
-    return [cast for state in map(state_of, modules) if state for cast in cast_hooks(state)]
+    """Return hooks that cast as those of the units among some modules do; none without mixed
+    precision.
+    """
+    casts = list[Cast]()
+    for state in filter(None, map(state_of, modules)):
+        policy = state._mp_policy
+        given = policy.param_dtype if policy.cast_forward_inputs else None
+        pairs = ((given, True), (policy.output_dtype, False))
+        casts += [Cast(dtype, is_input) for dtype, is_input in pairs if dtype is not None]
+    return casts
 
 
-def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+def make_local(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     """Let copies of sharded modules run without the other ranks, on made-up weights.
 
     A dry run looks at how values travel, not at what they are: any weights will do as long as two
     runs have the same. They take next to no memory.
 
     Args:
-        pairs: (module of the user's, its copy).
+        model: The user's.
+        pairs: (module of it, its copy).
+
+    Raises:
+        ParallelError: Not `fully_shard` alone has cut it.
     """
-    pairs = list(pairs)
-    states = {id(state): state for state in (state_of(real) for real, _ in pairs) if state}
-    if not states:
-        return
-    known = {
-        id(one.sharded_param): state._mp_policy.param_dtype
-        for state in states.values()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made = {
+        id(one.sharded_param): _made_up(one.sharded_param, state._mp_policy.param_dtype)
+        for state in states_in(model)
         for group in groups_of(state)
         for one in group.fsdp_params
+        if not one.is_dtensor
     }
-    made: dict[int, nn.Parameter] = {}
     for real, copy in pairs:
         hooks = {**copy._forward_pre_hooks, **copy._forward_hooks}
-        for slot in _HOOKS:  # FSDP's own are left out
+        for slot in _HOOKS if state_of(real) is not None else ():  # FSDP's own are left out
             kept = ((k, one) for k, one in vars(copy)[slot].items() if not is_fsdps(hooks[k]))
             vars(copy)[slot] = type(vars(copy)[slot])(kept)
         for cast in casts_of([real]):
@@ -181,10 +167,9 @@ def make_local(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
                 copy.register_forward_hook(cast)
         own: dict[str, Any] = copy._parameters
         for key, parameter in own.items():
-            if is_sharded(parameter):
-                if id(parameter) not in made:
-                    made[id(parameter)] = _made_up(parameter, known[id(parameter)])
-                own[key] = made[id(parameter)]
+            if is_sharded(parameter) and id(parameter) not in made:
+                raise ParallelError.of(names.get(id(parameter), key))
+            own[key] = made.get(id(parameter), parameter)
 
 
 def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
@@ -204,23 +189,7 @@ def _made_up(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
 log = logging.getLogger("egeria")
 
 _LOOK_EVERY = 64
-_SAMPLED = 16
 Front = tuple[Sequence[nn.Module], Sequence[nn.Module]]
-
-
-@dataclass(slots=True)
-class _Held:
-    """One parameter of the front."""
-
-    parameter: Any
-    """FSDP's own book-keeping of it."""
-    places: list[tuple[nn.Module, str]]
-    whole: nn.Parameter
-    """What stands there in a forward, in the dtype that FSDP would compute in."""
-
-    def put(self, value: Any) -> None:
-        for module, key in self.places:
-            module._parameters[key] = value
 
 
 class ShardedFront:
@@ -235,46 +204,33 @@ class ShardedFront:
 
     def __init__(self, model: nn.Module, ask: Callable[[Any, Any], Front]) -> None:
         self._model, self._ask = model, ask
-        self._held: list[_Held] = []
+        self._held: dict[Any, nn.Parameter] = {}
+        """FSDP's own book-keeping of each parameter of the front -> what stands in its places in a
+        forward, in the dtype that FSDP would compute in."""
         self._undo = ExitStack()
         """Gives units their groups of parameters back, and groups their parameters."""
         self._handles: list[RemovableHandle] = []
-        self._seen: list[tuple[int, int, int]] = []
-        self._seen_values = torch.empty(0)
-        self._num_calls, self._mode = 0, (False, False)
-        self._frozen: str | None = None
-        self._is_asked = False
-        self._is_in = self._is_gathered = False
-        self.thawed: list[Tensor] = []
-        """What was thawed since the last forward; everything was given back then."""
-        self.thawed_name = ""
-        """Of the first of them."""
-        self.why_not: str | None = None
-        """Why the front cannot be gathered."""
-
-    @property
-    def is_ready(self) -> bool:
+        self._num_calls, self._seen = 0, ((False, False), list[tuple[int, ...]]())
+        self._frozen = ""
+        self._is_asked = self._is_in = False
+        self.is_ready = False
         """Whether the front is whole on this rank, in the forward that runs."""
-        return self._is_gathered and not self._is_asked and self.why_not is None
+        self.why_not: BoundaryError | None = None
+        """Why it could not be gathered; for its owner to take."""
+        self.thawed: dict[str, Tensor] = {}
+        """What was thawed since the last forward, by name; everything was given back then."""
 
     def follow(self, frozen: str | None) -> None:
         """Another module is the last frozen one; None: nothing is frozen."""
         if frozen is None:
             self.release()
         elif frozen != self._frozen:
-            self._is_asked, self.why_not = True, None
+            self._frozen, self._is_asked, self.is_ready, self.why_not = frozen, True, False, None
             if not self._handles:
                 add = self._model.register_forward_pre_hook
                 before = add(self._before, prepend=True, with_kwargs=True)
                 after = self._model.register_forward_hook(self._after, always_call=True)
                 self._handles = [before, after]
-        self._frozen = frozen
-
-    def refused(self) -> str | None:
-        """Return why the front cannot be gathered, once."""
-        why, self.why_not = self.why_not, None
-        self._is_gathered = self._is_gathered and why is None
-        return why
 
     def release(self) -> None:
         """Give everything back; may be called twice. Needs no other rank."""
@@ -282,99 +238,100 @@ class ShardedFront:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._frozen, self._is_asked = None, False
+        self._frozen, self._is_asked = "", False
 
     # ---- around every forward -----------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_in:
             return
+        self._num_calls += 1
         mode = module.training, torch.is_grad_enabled()
+        thawed = [one.sharded_param for one in self._held if one.sharded_param.requires_grad]
+        # A write through `.data` moves no version. It is looked for where the mode changes (an
+        # average of the weights is swapped in for an evaluation), and every so often: at calls that
+        # are the same on all ranks.
+        is_due = self._num_calls % _LOOK_EVERY == 0 or self._seen != (mode, self._versions())
         with torch.inference_mode(False), torch.no_grad():
             if self._is_asked:
                 self._is_asked = False
                 self._give_back()
                 self._gather(args, kwargs)
-                self._is_gathered = True
-            thawed = [one for one in map(_sharded, self._held) if one.requires_grad]
-            if thawed:
-                self.thawed = thawed
+                self._seen = mode, self._versions()
+            elif thawed:
                 names = {id(p): name for name, p in self._model.named_parameters()}
-                self.thawed_name = names.get(id(thawed[0]), "a parameter")
-                self._frozen = None
+                self.thawed = {names.get(id(p), "a parameter"): p for p in thawed}
+                self._frozen = ""
                 self._give_back()
-            elif self._held and self._were_written(mode):
-                for one in self._held:
-                    one.whole.copy_(_sharded(one).full_tensor())
-                self._see()
-        if self._held:
-            self._is_in = True
-            for one in self._held:
-                one.put(one.whole)
+            elif self._held and is_due:
+                self._seen = mode, self._versions()
+                for one, whole in self._held.items():
+                    now = one.sharded_param.full_tensor().to(whole.device, whole.dtype)
+                    if not torch.equal(now, whole):
+                        whole.copy_(now)
+        self._is_in = bool(self._held)
+        for one, whole in self._held.items():
+            one._setattr_on_modules(whole)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_in:
             self._is_in = False
             for one in self._held:
-                one.put(_sharded(one))
+                one._setattr_on_modules(one.sharded_param)
+
+    def _versions(self) -> list[tuple[int, ...]]:
+        tensors = [(one.sharded_param, one.sharded_param._local_tensor) for one in self._held]
+        return [(t._version, local._version, local.data_ptr()) for t, local in tensors]
 
     # ---- gathering ----------------------------------------------------------------------------
 
     def _gather(self, args: Any, kwargs: Any) -> None:
         """Gather the front, or none of it: the same on all ranks."""
-        for state in states_in(self._model):
+        states = states_in(self._model)
+        for state in states:
             if state._is_root is None:
                 state._lazy_init()  # its first forward would, which finds the front in place
-        inside, around, self.why_not = self._asked(args, kwargs)
-        modules = {id(m): m for top in inside for m in top.modules()}
-        own = {**modules, **{id(m): m for m in around}}
-        found: list[tuple[Any, Any]] = []
-        for state in states_in(self._model):
-            for group in groups_of(state):
-                ours = (p for p in group.fsdp_params if any(id(m) in own for m, _ in _places(p)))
-                found += [(state, one) for one in ours]
-        frozen = [(s, one) for s, one in found if not one.sharded_param.requires_grad]
-        self.why_not = self._disagreement([one for _, one in frozen]) or self.why_not
-        if self.why_not is not None or not frozen:
-            return
-        for module in {id(m): m for state, _ in frozen for m in state._modules}.values():
-            module.reshard()
-        for state, one in frozen:
-            self._held.append(_Held(one, _places(one), _whole(state, one)))
-        self._see()
-        held = {id(one) for _, one in frozen}
-        for state in {id(s): s for s, _ in frozen}.values():
-            self._take(state, held)
-        log.info("egeria: %d parameters of the frozen front are whole on each rank", len(held))
-
-    def _asked(self, args: Any, kwargs: Any) -> tuple[Any, Any, str | None]:
-        """Return what belongs to the front, or why that is not known."""
-        state = state_of(self._model)
-        for hook in [] if state is None else cast_hooks(state):
-            if hook.is_input:
-                args, kwargs = hook(self._model, args, kwargs)
+        front: Front = (), ()
         with Attempt() as tried:
-            return *self._ask(args, kwargs), None
-        return (), (), str(tried.error)  # told by whoever asks `refused`
+            for cast in casts_of([self._model]):
+                if cast.is_input:
+                    args, kwargs = cast(self._model, args, kwargs)
+            front = self._ask(args, kwargs)
+        own = {id(m) for top in front[0] for m in top.modules()}.union(map(id, front[1]))
+        frozen: list[tuple[Any, Any]] = []
+        for state in states:
+            for group in groups_of(state):
+                ours = (p for p in group.fsdp_params if not own.isdisjoint(map(id, _modules(p))))
+                frozen += [(state, p) for p in ours if not p.sharded_param.requires_grad]
+        self._agree([one for _, one in frozen], tried.error)
+        if self.why_not is None and frozen:
+            self._reshard()
+            self._held = {one: _whole(state, one) for state, one in frozen}
+            for state in states:
+                self._take(state)
+            log.info("egeria: %d parameters of the front are whole on each rank", len(frozen))
+        self.is_ready = self.why_not is None
 
-    def _disagreement(self, parameters: list[Any]) -> str | None:
-        """Return why not, on all ranks if on one: they must ask for the same collectives."""
+    def _agree(self, parameters: list[Any], error: Exception | None) -> None:
+        """Note why not, on all ranks if on one: they must ask for the same collectives."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         named = ";".join(names.get(id(one.sharded_param), "?") for one in parameters).encode()
         print_ = xxhash.xxh3_64_intdigest(named) >> 2
         state = next(iter(states_in(self._model)))
-        ours = torch.tensor([print_, -print_, self.why_not is not None], device=state._device)
+        ours = torch.tensor([print_, -print_, error is not None], device=state._device)
         dist.all_reduce(ours, dist.ReduceOp.MAX)
         high, low, failed = ours.tolist()
-        if failed:
-            return self.why_not or "another rank could not tell what lies before the boundary"
-        return None if high == -low else "the ranks do not agree on what lies before the boundary"
+        why = str(error or "the ranks could not agree on what lies before the boundary")
+        if isinstance(error, BoundaryError):
+            self.why_not = error
+        elif failed or high != -low:
+            self.why_not = BoundaryError.not_proved(self._frozen, why)
 
-    def _take(self, state: Any, held: set[int]) -> None:
-        """Take held parameters out of a unit's collectives."""
+    def _take(self, state: Any) -> None:
+        """Take what is held out of a unit's collectives."""
         groups = groups_of(state)
         for group in groups:
-            kept = [one for one in group.fsdp_params if id(one) not in held]
+            kept = [one for one in group.fsdp_params if one not in self._held]
             if len(kept) < len(group.fsdp_params):
                 self._undo.callback(set_parameters, group, group.fsdp_params)
                 set_parameters(group, kept)
@@ -383,49 +340,20 @@ class ShardedFront:
             set_groups(state, [group for group in groups if group.fsdp_params])
 
     def _give_back(self) -> None:
-        if self._is_in:
-            self._after(self._model, None, None)
+        self._after(self._model, None, None)
         if self._held:
-            for module in {id(m): m for s in states_in(self._model) for m in s._modules}.values():
-                module.reshard()  # else some would be whole, and those that come back would not
+            self._reshard()  # else some would be whole, and those that come back would not
         self._undo.close()
-        self._held, self._is_gathered = [], False
+        self._held, self.is_ready = {}, False
 
-    def _were_written(self, mode: tuple[bool, bool]) -> bool:
-        """Whether the shards were written to, on all ranks: a checkpoint was loaded, say.
-
-        A write through `.data` moves no version. It is looked for where the mode changes (an
-        average of the weights is swapped in for an evaluation), and every so often: at calls that
-        are the same on all ranks.
-        """
-        self._num_calls += 1
-        is_due = mode != self._mode or self._num_calls % _LOOK_EVERY == 0
-        self._mode = mode
-        is_odd = self._state() != self._seen
-        return is_odd or (is_due and not torch.equal(self._some(), self._seen_values))
-
-    def _state(self) -> list[tuple[int, int, int]]:
-        tensors = [(_sharded(one), _sharded(one)._local_tensor) for one in self._held]
-        return [(t._version, local._version, local.data_ptr()) for t, local in tensors]
-
-    def _some(self) -> Tensor:
-        """Return a few elements of each shard, float64."""
-        locals_ = [_sharded(one)._local_tensor.detach().flatten() for one in self._held]
-        some = [part[:: max(1, len(part) // _SAMPLED)][:_SAMPLED].double() for part in locals_]
-        return torch.cat(some)
-
-    def _see(self) -> None:
-        self._seen, self._seen_values = self._state(), self._some()
+    def _reshard(self) -> None:
+        for state in states_in(self._model):
+            for module in state._modules:
+                module.reshard()
 
 
-def _sharded(one: _Held) -> Any:
-    return one.parameter.sharded_param
-
-
-def _places(parameter: Any) -> list[tuple[nn.Module, str]]:
-    info = parameter._module_info
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(info.module, info.param_name), *shared]
+def _modules(parameter: Any) -> list[nn.Module]:
+    return [parameter._module_info.module, *parameter._module_info.shared_modules]
 
 
 def _whole(state: Any, parameter: Any) -> nn.Parameter:

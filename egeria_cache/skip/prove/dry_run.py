@@ -30,11 +30,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from egeria_cache.attempt import Attempt, in_turns, uncollected
 from egeria_cache.batch import BatchTensor
-from egeria_cache.errors import BoundaryError, ParallelError
+from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState, is_compiled, names_in, reached
 from egeria_cache.skip.model.calls import CallRecord, Recorder
 from egeria_cache.skip.model.frozen import FrozenPrefix, mode_asked_for
-from egeria_cache.skip.model.fsdp import cut_otherwise
 from egeria_cache.skip.prove import model_copy
 from egeria_cache.skip.prove.model_copy import ModelCopies, distinct, trainable
 from egeria_cache.skip.prove.proof import prove
@@ -130,9 +129,6 @@ class DryRun:
         return refused
 
     def _copies(self) -> ModelCopies:
-        name = cut_otherwise(self.model)
-        if name is not None:
-            raise ParallelError(self.boundary, name)
         return ModelCopies(self.model, self.forward, self.call, self._weights)
 
     @in_turns()

@@ -106,7 +106,7 @@ class ModelCopies:
         self.leaves = self._root[2]
         """Those of the call as they were; not to be written to."""
         weights.keep(self._copier.weights)
-        make_local(self._copier.modules())
+        make_local(model, self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             raise BoundaryError(
                 "a block of the model is compiled and cut by fully_shard: a dry run would run it "

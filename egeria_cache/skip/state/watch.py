@@ -30,7 +30,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import LEADS, PLAIN, Code, describe, digest, own_dict, own_slots
 from egeria_cache.skip.model.calls import ForwardSlot
-from egeria_cache.skip.model.fsdp import is_fsdps, marks
+from egeria_cache.skip.model.fsdp import is_fsdps, is_mark
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -61,9 +61,8 @@ GLOBAL_HOOKS = registry._global_forward_hooks, registry._global_forward_pre_hook
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its class, not PyTorch, gave it."""
-    passed = OF_EVERY_MODULE.union(marks())
-    own = ((key, value) for key, value in vars(module).items() if key not in passed)
-    return {key: value for key, value in own if not isinstance(value, ForwardSlot)}
+    own = ((key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE)
+    return {k: one for k, one in own if not (is_mark(k) or isinstance(one, ForwardSlot))}
 
 
 class Layout:
