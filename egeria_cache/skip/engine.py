@@ -340,7 +340,8 @@ class SkipEngine:
         """
         self._may_step_aside = False
         is_on_top = self.model.__dict__.get(self._method) is self._attached
-        if self._attached is not None and is_on_top and self.host.is_idle and self._held.is_alike:
+        is_alike = not self._held.around and are_alike(self._held)
+        if self._attached is not None and is_on_top and self.host.is_idle and is_alike:
             self._attached.take_out()
             self.is_aside = True
 
@@ -439,11 +440,13 @@ class SkipEngine:
                 return self._plainly(call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
-        here, source = plan.at(call.batch.lengths), None
-        if entry is not None:
-            is_same = entry.cut is plan.cut
-            found = plan if is_same else self._plans.find(key, call, cut=entry.cut)
-            source = None if found is None else found.at(call.batch.lengths)
+        lengths, source = call.batch.lengths, None
+        here = plan if lengths is None else plan.at(lengths)
+        if entry is not None and entry.cut is plan.cut:
+            source = here
+        elif entry is not None:
+            found = self._plans.find(key, call, cut=entry.cut)
+            source = None if found is None else found.at(lengths)
         if entry is not None and source is None and plan.cut is not None and here is not None:
             # Planned for what the loop did before: a flag has another value in this epoch, say.
             entry = self.host.entry_at(call.batch, plan.cut)

@@ -125,11 +125,6 @@ class FrozenPrefix:
                 self.modules[id(module)] = module
         self.put_back()
 
-    @property
-    def is_alike(self) -> bool:
-        """Whether all that is held does the same in training mode, as far as is known."""
-        return not self._around and are_alike(self)
-
     def put_back(self) -> None:
         """Put every held module back into inference mode, whoever set its flag."""
         for module in self.modules.values():

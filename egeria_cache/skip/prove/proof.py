@@ -25,7 +25,7 @@ from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, moved
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
-from egeria_cache.skip.serve.placeholder import Source, Unavailable
+from egeria_cache.skip.serve.placeholder import Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace
@@ -190,8 +190,7 @@ def _describe(
         return spec and _in_blocks(traced, spec, a, coarsest, parts)
     if isinstance(a, PLAIN):
         return a  # that it is always the same is looked at in the end: `check_constants`
-    made = frozenset({Source("step", name, made=type(a).__qualname__)})
-    return Unavailable.like(type(a))(made)
+    return Unavailable.like(type(a))
 
 
 def _in_blocks(

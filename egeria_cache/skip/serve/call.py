@@ -49,15 +49,11 @@ _GONE = "no longer there"
 class Layout:
     """Where each leaf stands. Compared by structure."""
 
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec = field(hash=False)  # takes longer than to compare it
     opened: tuple[tuple[int, type, Structure], ...] = ()
     """(which leaf of the tree, its type, how it is built)."""
     is_flat: bool = field(compare=False, default=False)
     """Whether it is of positional arguments alone, none of which was looked into."""
-
-    def __hash__(self) -> int:
-        """Leave out the tree itself, which older releases of PyTorch cannot hash."""
-        return hash((self.spec.num_leaves, self.opened))
 
     def build(self, leaves: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs); containers of `given` in which nothing changed are used again."""

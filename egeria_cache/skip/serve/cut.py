@@ -327,38 +327,26 @@ class TensorSpec:
             return rows.permute(dim, *self.row_dims)
         return self.fold.apart(rows, dim).permute(0, *(i + 1 for i in self.row_dims))
 
+    def strides_of_rows(self, batch_size: int) -> tuple[int, ...] | None:
+        """Return the strides of rows that are the tensor as they are; None if none can be."""
+        is_other = self.batch_dim != 0 or self.shape[0] != 1 or self.kind is not Tensor
+        if is_other or self.order != tuple(range(len(self.order))):
+            return None
+        return _strides(self.shape_at(batch_size), self.order)
+
     def from_rows(self, rows: Tensor) -> Tensor:
         """Restore the tensor with the strides it had; copies only where memory order differs."""
-        dim = self.batch_dim
+        dim, strides = self.batch_dim, _strides(self.shape_at(rows.shape[0]), self.order)
         assert dim is not None
-        dims, shape, strides = _restored(self.shape, self.order, dim, rows.shape[0])
+        is_one = self.shape[dim] == 1
+        stored = [dim if is_one else -1, *self.row_dims]  # -1: samples, apart from their multiple
         view = rows if self.kind is Tensor else rows.as_subclass(self.kind)
-        view = view.permute(dims) if dims else view
-        if self.shape[dim] != 1:
+        view = view.permute([stored.index(d) for d in sorted(stored)])
+        if not is_one:
             view = self.fold.together(view, dim)
         if view.stride() == strides:
             return view
-        pairs = zip(view.shape, view.stride(), strides, strict=True)
-        if all(size == 1 or a == b for size, a, b in pairs):  # the same elements are addressed
-            return view.as_strided(shape, strides)
-        return torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device).copy_(view)
-
-
-@functools.lru_cache(maxsize=1024)
-def _restored(
-    spec: tuple[int, ...], order: tuple[int, ...], dim: int, batch_size: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return how rows are to be permuted, if they are, and shape and strides of the tensor that
-    they were.
-    """
-    shape = tuple(n * batch_size if d == dim else n for d, n in enumerate(spec))
-    # Position of every logical dimension among the row's; the batch itself stands first.
-    row_dims = [d for d in order if d != dim or spec[d] != 1]
-    where = {d: i + 1 for i, d in enumerate(row_dims)}
-    dims = [where.get(d, 0) for d in range(len(shape))]
-    if spec[dim] != 1:
-        dims = [0, *dims]
-    return tuple(dims if dims != sorted(dims) else ()), shape, _strides(shape, order)
+        return view.new_empty_strided(view.shape, strides).copy_(view)
 
 
 def _strides(shape: tuple[int, ...] | torch.Size, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -377,7 +365,8 @@ class StepPlan:
     name: str
     spec: TreeSpec
     leaves: list[Any]
-    """Per leaf of the output: a TensorSpec, or the plain value it always has."""
+    """Per leaf of the output: a TensorSpec, the plain value it always has, or the class that
+    stands for objects of its kind."""
     run: bool = False
     """Not skipped: it costs little, is trained, or has hooks of the user inside."""
     cached: set[int] = field(default_factory=set)

@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -156,9 +156,7 @@ class Scene:
 
     def leave_out(self, function: _Call, given: Any, leaves: Iterable[Any]) -> None:
         """Remember an operation that is not done, and the leaves of what it would give."""
-        self.left_out.append(
-            (function, self.marked(given), list(map(mark_of, leaves)), (False, ()))
-        )
+        self.left_out.append((function, self.marked(given), self.marks(leaves), (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept.
@@ -392,7 +390,7 @@ class Placeholder(Tensor):
         if written and isinstance(result, Tensor):
             scene.leave_out(func, given, ())
             return written[0]
-        is_callers = _gives_views(func) and any(one.is_callers for one in found)
+        is_callers = func.is_view and any(one.is_callers for one in found)
 
         def wrap(one: Tensor) -> Placeholder:
             return Placeholder.like(one, device, sources, scene, is_callers=is_callers)
@@ -406,12 +404,6 @@ class Placeholder(Tensor):
         """Return the tensor that it stands for, or raise an `Escape`."""
         return self.scene.value_of(self, what)  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.scene.why is not None or not self.scene.finished:
-            return repr(self.number_of("repr()"))
-        origin = ", ".join(sorted(source.name for source in self.sources))
-        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, of={origin!r})"
-
 
 def _by_number(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kw: getattr(self.number_of(f"{name}()"), name)(*args, **kw)
@@ -419,6 +411,7 @@ def _by_number(name: str) -> Callable[..., Any]:
 
 for _name in (
     "numpy", "__array__", "tolist", "data_ptr", "__reduce_ex__", "__deepcopy__", "__format__",
+    "__repr__",
 ):  # fmt: skip
     setattr(Placeholder, _name, _by_number(_name))
 
@@ -437,11 +430,6 @@ class Unavailable:
         if name.startswith("__") and not hasattr(self.__class__, name):
             raise AttributeError(name)
         return getattr(self._object(f".{name}"), name)
-
-    def at(self, index: int, leaf: int, scene: Scene) -> Unavailable:
-        """Return another one, as that leaf of that step's output."""
-        sources = frozenset(replace(one, index=index, leaf=leaf) for one in self._sources)
-        return type(self)(sources, scene)
 
     @staticmethod
     @once_per_class
@@ -550,11 +538,6 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-
-
-@functools.cache
-def _gives_views(func: Any) -> bool:
-    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -157,8 +157,9 @@ class ReplayPlan:
             return False
         if (*map(_is_training, self.ancestors), *map(_is_training, self.others)) != self.modes:
             return False
-        if any(type(vars(module).get(key)) not in (int, float) for module, key in self.numbers):
-            return False
+        for module, key in self.numbers:
+            if type(vars(module).get(key)) not in (int, float):
+                return False
         for position, known in self.leaf_names.items():
             leaf = call.tagged.get(position)
             if leaf is None:

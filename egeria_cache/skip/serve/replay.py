@@ -131,7 +131,10 @@ class ReplayRun:
         around = frozenset(map(id, plan.ancestors))
         self.scene = scene or Scene(plan.names, around, is_hit=True, written=plan.written)
         self.modules = plan.modules
-        self.cached = [(n, slot, plan.tensor_spec(slot)) for n, slot in plan.slots().items()]
+        self.cached = list[tuple[str, Slot, TensorSpec, tuple[int, ...] | None]]()
+        for name, slot in plan.slots().items():
+            spec = plan.tensor_spec(slot)
+            self.cached.append((name, slot, spec, spec.strides_of_rows(batch_size)))
         # A dry run looks who keeps them.
         kept = [] if self.looks else [i for i, step in enumerate(plan.steps) if not step.run]
         self._leaves = {index: self._stand_ins(index) for index in kept}
@@ -200,7 +203,8 @@ class ReplayRun:
                 leaves[j] = plan.own[slot]
             elif j in step.constants:
                 leaves[j] = step.constants[j].clone() if plan.copies else step.constants[j]
-        scene.stored += [(stand_ins[j].mark, leaves[j]) for j in step.cached]
+            if j in step.cached:
+                scene.stored.append((stand_ins[j].mark, leaves[j]))
         return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,12 +232,13 @@ class ReplayRun:
         """
         step, leaves = self.plan.steps[index], list[Any]()
         for j, leaf in enumerate(step.leaves):
-            sources = frozenset({Source("step", step.name, index, j)})
             if isinstance(leaf, TensorSpec):
+                sources = frozenset({Source("step", step.name, index, j)})
                 meta = leaf.empty(self.batch_size, torch.device("meta"))
                 leaves.append(Placeholder.like(meta, leaf.device, sources, self.scene))
-            elif isinstance(leaf, Unavailable):
-                leaves.append(leaf.at(index, j, self.scene))
+            elif isinstance(leaf, type):
+                sources = frozenset({Source("step", step.name, index, j, made=leaf.__name__)})
+                leaves.append(leaf(sources, self.scene))
             else:
                 leaves.append(leaf)
         return leaves, self.scene.marks(leaves)
@@ -326,9 +331,9 @@ def replay(
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
     values, source.escaped = dict[Slot, Tensor](), None
-    for name, slot, spec in run.cached:
+    for name, slot, spec, strides in run.cached:
         rows = stored[name].clone() if source.copies else stored[name]
-        values[slot] = spec.from_rows(rows)
+        values[slot] = rows if rows.stride() == strides else spec.from_rows(rows)
     for slot in source.wants_grad & values.keys() if torch.is_grad_enabled() else ():
         leaf = values[slot].detach().requires_grad_()
         # What the model writes into may not be a leaf.
