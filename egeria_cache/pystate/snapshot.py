@@ -133,13 +133,16 @@ class Snapshot:
                     if part.has_gone_on():
                         yield part
 
-    def moved_whole(self, of: Callable[[Any], Any]) -> dict[Any, Moved]:
-        """Return what has moved since, every part of it, with all that is put ahead with it.
+    def moved_whole(
+        self, of: Callable[[Any], Any], since: list[Any] | None = None
+    ) -> dict[Any, Moved]:
+        """Return what has moved, every part of it, with all that is put ahead with it.
 
         Args:
             of: Returns the copy that was run of what was copied, else the thing itself.
+            since: What they were like then; by default when they were remembered.
         """
-        found = self.moved(self._kept, self.now(of), wholly=True)
+        found = self.moved(self._kept if since is None else since, self.now(of), wholly=True)
         return {one.mark: one for one in found if id(one.where) not in self.apart}
 
     def _lent(self, place: Place, kept: Any) -> Any:
@@ -233,8 +236,6 @@ class Moved:
     wholly: bool = False
     """Whether it is put ahead with all that it holds: none of it is watched if nothing comes of
     that."""
-    replayed: Moved | None = None
-    """The same of a hit, if it moves there as well."""
 
     @property
     def where(self) -> Any:
@@ -263,10 +264,6 @@ class Moved:
         if isinstance(self.place, Generator):
             return type(self.twice) is bytes and self.once != self.twice
         return ahead(self.once, self.twice, 1, wholly=self.wholly) is not None
-
-    def is_past(self, other: Moved) -> bool:
-        """Whether another run moved it further."""
-        return not _is_alike(other.twice, self.twice)
 
     def put_ahead(self, by: int, of: Callable[[Any], Any] = lambda where: where) -> None:
         """Let it be what it might be so many calls later."""

@@ -36,7 +36,6 @@ from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.purity import check_constants, same_parts
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, another
 from egeria_cache.skip.serve import placeholder
-from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Source, placeholders
@@ -95,8 +94,6 @@ class Prober:
 
     def __init__(self, traced: TracedBatch, plain: Recomputed, plan: ReplayPlan) -> None:
         self.traced, self.plain, self.plan = traced, plain, plan
-        self._real_arguments: set[int] = set()
-        self._paths = traced.call.layout.paths()
 
     def run(self) -> None:
         """Probe.
@@ -104,6 +101,9 @@ class Prober:
         Raises:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
+        call = self.traced.call
+        paths, tensors = call.layout.paths(), [isinstance(leaf, Tensor) for leaf in call.leaves]
+        self.plan.leaf_names = {i: (paths[i], "") for i, is_tensor in enumerate(tensors) if is_tensor}
         for i, step in enumerate(self.plan.steps):
             for j in range(len(step.leaves)) if has_user_hooks(step.module) else ():
                 self._give(Source("step", step.name, i, j))
@@ -119,6 +119,7 @@ class Prober:
                 if kept:
                     raise Escape.at(kept, "what the forward leaves (an output, a hook, a global)")
                 if not share(self.plan, self.plain, run.given) and self._can_wait(run, copied):
+                    self.plan.kept &= call.tagged.keys()  # other arguments are always there
                     return
             except Escape as escape:
                 if not self._resolve(escape, run):
@@ -126,9 +127,7 @@ class Prober:
         raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
 
     def _probe(self, run: _ProbeRun, copied: ModelCopy) -> list[Any]:
-        args, kwargs = self.inputs(run, copied)
-        with copied.intercept(self.plan.modules, run):
-            leaves, _ = copied.call.result(copied.forward(*args, **kwargs))
+        leaves, _ = self.traced.run(copied, run, run.input)
         copied.call.lent.clear()  # they hold placeholders, as they were given
         run.scene.finished = True
         escaped = {source for p in placeholders(leaves) for source in p.sources}
@@ -156,25 +155,11 @@ class Prober:
             if not same_content(self.traced.leaf(index, j), scene.values.get(mark))
         )
 
-    def inputs(self, run: ReplayRun, copied: ModelCopy) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) with placeholders where a hit has no data."""
-
-        def swap(position: int, leaf: Any) -> Any:
-            if position in self.plan.kept or position in self._real_arguments:
-                return leaf
-            kind = "leaf" if position in self.traced.call.tagged else "argument"
-            source = frozenset({Source(kind, self._paths[position], position)})
-            instead = Placeholder.of(leaf, source, run.scene)
-            run.scene.left_out.append((plain, ((leaf,), {}), [instead.mark], (False, ())))
-            return instead
-
-        return copied.call.noted(copied.call.rebuild(swap))
-
     def enter(self, source: Source) -> None:
         """The prefix reads an input: one that no loader vouches for is to be what it was."""
-        if source.kind == "leaf":
+        if source.kind == "leaf" and source.index in self.traced.call.tagged:
             self.plan.entered.add(source.index)
-        elif source.kind == "argument":
+        elif source.kind == "leaf":
             value = self.traced.copies.leaves[source.index]
             self.plan.pinned[source.index] = value.detach().clone()
 
@@ -182,11 +167,10 @@ class Prober:
         """Give the next probe what was missing; False if there is nothing to give."""
         progress = False
         for source in escape.sources:
-            real = self.plan.kept if source.kind == "leaf" else self._real_arguments
             if source.kind == "step" and source.index >= 0:
                 progress |= self._give(source)
-            elif source.kind in ("leaf", "argument") and source.index not in real:
-                real.add(source.index)
+            elif source.kind == "leaf" and source.index not in self.plan.kept:
+                self.plan.kept.add(source.index)
                 if not run.scene.after_boundary:
                     self.enter(source)
                 progress = True
@@ -230,6 +214,11 @@ class _ProbeRun(ReplayRun):
     def _stand_ins(self, index: int) -> tuple[list[Any], list[Any]]:
         leaves, self.marks[index] = super()._stand_ins(index)
         return leaves, self.marks[index]
+
+    def input(self, position: int, leaf: Tensor) -> Tensor:
+        instead = super().input(position, leaf)
+        self._inputs.clear(), self.own.clear()  # it is seen who keeps them
+        return instead
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.plan.steps[index]
@@ -420,7 +409,7 @@ def _is_same_without(
             setattr(copied.of(one[0]), one[1], _unreadable(type(vars(one[0])[one[1]])))
         elif isinstance(leaf := leaves[one], Tensor):
             longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
-            source = frozenset({Source("argument", "", one)})
+            source = frozenset({Source("leaf", "", one)})
             leaves[one] = Placeholder.of(longer, source, scene)
         else:
             leaves[one] = _unreadable(type(leaf))

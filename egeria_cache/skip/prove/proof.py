@@ -63,8 +63,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     for position in traced.written:  # so that a hit writes to them as well
         plan.kept.add(position)
         plan.entered.add(position)
-    prober = Prober(traced, repeats.last, plan)
-    prober.run()
+    Prober(traced, repeats.last, plan).run()
     if not plan.slots():
         raise _crosses_nothing(traced, plan)
     repeated = few[-1]
@@ -90,7 +89,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
     plan.modes = tuple(module.training for module in plan.not_skipped)
     plan.profile = _profile(traced, plan)
     plan.growth = study_lengths(traced, plan)
-    rows = _check_replay(traced, prober, plan)
+    rows = _check_replay(traced, plan)
     repeats.check_left(plan)
     return plan, rows
 
@@ -237,19 +236,19 @@ def _profile(traced: TracedBatch, plan: ReplayPlan) -> tuple[Step, ...]:
     return *steps[:-1], replace(steps[-1], row_bytes=stored)
 
 
-def _check_replay(traced: TracedBatch, prober: Prober, plan: ReplayPlan) -> dict[str, Tensor]:
+def _check_replay(traced: TracedBatch, plan: ReplayPlan) -> dict[str, Tensor]:
     """Replay from rows as the store gives them back; the output must be the user's result."""
     rows = plan.rows(lambda slot: traced.leaf(*slot))
     with torch.inference_mode(False), torch.no_grad():
         filled = fillings(traced, plan, rows)
-    outputs = [_replayed(traced, prober, plan, stored) for stored in filled]
+    outputs = [_replayed(traced, plan, stored) for stored in filled]
     find_output_axes(traced, plan, outputs)
     plan.opaque_outputs = _compare_outputs(traced, outputs[0], plan)
     return rows
 
 
 def _replayed(
-    traced: TracedBatch, prober: Prober, plan: ReplayPlan, rows: Mapping[str, Tensor]
+    traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor]
 ) -> list[Any]:
     """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
@@ -265,15 +264,10 @@ def _replayed(
     copied = traced.copies.fresh()
     run = ReplayRun(plan, traced.size, copied.scene(plan))
     run.begin(values)
-    args, kwargs = prober.inputs(run, copied)
-    traced.before.restore(for_a_copy=True)
-    with copied.intercept(plan.modules, run):
-        leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
+    leaves, layout = traced.run(copied, run, run.input)
     if layout != traced.result[1]:
         raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
-    counted = traced.before.outside.moved_whole(copied.of)
-    for one in traced.counted:
-        one.replayed = counted.get(one.mark)
+    traced.replayed = traced.before.outside.moved_whole(copied.of)
     after = RandomState.now()
     run.scene.finished = True
     held, left = traced.held_by(copied), traced.left.items()
@@ -286,7 +280,7 @@ def _replayed(
         raise BoundaryError.impure(
             plan.boundary, "the prefix draws random numbers, so that later ones would differ"
         )
-    return [*map(copied.real, leaves)]
+    return leaves
 
 
 def _check_written(

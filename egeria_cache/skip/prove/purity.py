@@ -12,7 +12,7 @@ hits, and what is left behind by a run would be that of another batch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, Names, Place, Snapshot, describe
+from egeria_cache.pystate import Content, Moved, Names, Place, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import Held, Recomputed, TracedBatch, moved, rest
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, same_content, slice_difference, tolerance
@@ -238,15 +238,17 @@ class Repeats:
         copied = self.copied = traced.copies.fresh()
         before = traced.held_by(copied)
         self.first = traced.recompute(copied=copied)
-        settled = traced.held_by(copied)
+        settled, world = traced.held_by(copied), traced.before.outside
+        self._once_outside = world.moved_whole(copied.of)
         own = ((vars(copied.of(mark[0])), mark[1]) for mark in moved(before, settled)
                if copied.of(mark[0]) is not mark[0])  # fmt: skip
         self._kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
-        once, world = self._kept.now(), traced.before.outside
-        outside = world.now(copied.of), world.now(), dict(copied.context)
+        once, then = self._kept.now(), world.now(copied.of)
+        outside = then, world.now(), dict(copied.context)
         self.again = traced.recompute(self.first.rows, copied=copied, goes_on=True)
         self._counted = list(self._kept.moved(once, self._kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
+        self._again_outside = world.moved_whole(copied.of, then)
         self._outside = list(self._moved_outside(*outside))
         again = traced.held_by(copied)
         self._counting = moved(settled, again)
@@ -275,23 +277,25 @@ class Repeats:
             reason = next((f" ({name!r} moves with every call)" for name in names), "")
             how = f"it gives other results when it is called again{reason}"
             raise BoundaryError.impure(plan.boundary, how)
-        self._check_counters(plan)
+        names = [f"the attribute {one.path.lstrip('.')!r}" for one in self._counted]
+        self._check_counters(plan, self._counted, names, lambda where: where)
+        self._kept.put_back()
 
-    def _check_counters(self, plan: ReplayPlan) -> None:
+    def _check_counters(
+        self, plan: ReplayPlan, counted: Sequence[Moved], names: Sequence[str],
+        of: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
         """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
-        if not self._counted:
-            return
 
         def later(ahead: int) -> Recomputed:
-            for one in self._counted:
-                one.put_ahead(ahead)
-            return self._traced.recompute(self.first.rows[:2], copied=self.copied)
+            for one in counted:
+                one.put_ahead(ahead, of)
+            rows = self.first.rows[:2]
+            return self._traced.recompute(rows, copied=self.copied, goes_on=True)
 
-        now = later(0)
-        if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD):
-            name = f"the attribute {self._counted[0].path.lstrip('.')!r}"
-            raise BoundaryError.impure(plan.boundary, f"{name} {_DECIDES}")
-        self._kept.put_back()
+        now = later(0) if counted else self.first
+        if not all(same_parts(plan, now, later(ahead)) for ahead in _AHEAD if counted):
+            raise BoundaryError.impure(plan.boundary, f"{names[0]} {_DECIDES}")
 
     def check_left(self, plan: ReplayPlan) -> None:
         """Tell the plan what a plain call leaves elsewhere, a hit does not, and is the same after
@@ -316,39 +320,19 @@ class Repeats:
             where = mark[0] if isinstance(mark[0], nn.Module) else outside[mark[0]]
             if id(where) not in skipped and not now.arrays:
                 plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
-        counted = {id(one.where) for one in self._traced.counted}
-        for where, name in self._outside:
-            if id(where) not in counted:
+        # What its first run works out, and no other one moves, is no count; nor is what hits move
+        # otherwise than the whole model.
+        memos = self._once_outside.keys() - self._again_outside.keys()
+        found, replayed = self._traced.outside, self._traced.replayed
+        marks = [mark for mark in found.keys() - memos if mark in replayed]
+        counted = [found[m] for m in marks if same_content(found[m].twice, replayed[m].twice)]
+        where = {id(one.where) for one in counted}
+        for one, name in self._outside:
+            if id(one) not in where:
                 how = f"{name} moves with every call of it"
                 raise BoundaryError.impure(self._traced.boundary, how)
-        if counted:
-            self._check_counted(plan)
-
-    def _check_counted(self, plan: ReplayPlan) -> None:
-        """Put ahead what the model counts outside of itself: what no activation depends on is not
-        watched. What the prefix counts would stand still on hits.
-        """
-        traced = self._traced
-        copied, few, known = traced.copies.fresh(), [0, traced.size - 1], traced.counted
-
-        def later(ahead: int | None = None) -> Recomputed:
-            return traced.recompute(few, copied=copied, ahead=ahead)
-
-        now, first = later(), traced.before.outside.moved_whole(copied.of)
-        ahead, again = [later(0)], traced.before.outside.moved_whole(copied.of)
-        past = {one.mark for one in known if one.mark in again and again[one.mark].is_past(one)}
-        whole = {m.mark for m in known if m.replayed and same_content(m.twice, m.replayed.twice)}
-        for one in known:
-            if one.mark in past - whole:
-                raise BoundaryError.impure(plan.boundary, f"{one.name} moves with every call of it")
-        # What its first run works out, and no other one moves, is no count.
-        traced.counted = [
-            one for one in known if one.replayed and (one.mark in past or one.mark not in first)
-        ]
-        ahead += map(later, _AHEAD if traced.counted else ())
-        if not all(same_parts(plan, now, one) for one in ahead):
-            raise BoundaryError.impure(plan.boundary, f"{known[0].name} {_DECIDES}")
-        plan.unread = {one.mark: one.where for one in traced.counted}
+        self._check_counters(plan, counted, [one.name for one in counted], self.copied.of)
+        plan.unread = {one.mark: one.where for one in counted}
 
     def _moved_outside(
         self, once: list[Any], really: list[Any], context: Mapping[Any, Any]

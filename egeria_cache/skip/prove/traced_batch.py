@@ -28,6 +28,7 @@ from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import Content, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, arguments, distinct
+from egeria_cache.skip.serve.call import Layout
 from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.replay import PrefixDone
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_behind
@@ -134,12 +135,8 @@ class TracedBatch:
                 astray.
         """
         copied = self.called = self.copies.fresh()
-        args, kwargs = copied.call.plain()
-        self.before.restore(for_a_copy=True)
         run, self.held = PrefixRun(self, stops=False), self.held_by(copied)
-        with copied.intercept(self.modules, run):
-            leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
-            self.result = [*map(copied.real, leaves)], layout
+        self.result = self.run(copied, run)
         """All that the call has brought, taken apart."""
         self.outputs, self.seconds = run.outputs, run.seconds
         """Per step: as it stood when the boundary returned; and from the model's start on."""
@@ -152,14 +149,29 @@ class TracedBatch:
             and not same_content(self.given[i], self.copies.leaves[i])
         ]
         """The positions of the loader's leaves that it has written to."""
-        self.counted = [*self.before.outside.moved_whole(copied.of).values()]
-        """What it has written outside of the model, as far as that can be put ahead."""
+        self.outside = self.replayed = self.before.outside.moved_whole(copied.of)
+        """What it has counted outside of the model, by place; and what the last replay has."""
         after = self.held_by(copied)
         left = moved(self.held, after)
         self.left = {mark: (self.held.get(mark), after[mark]) for mark in left}
         """What it has left in modules that hits run, or outside, and hits leave otherwise: before
         and after it."""
         self.after = self.surroundings.now()
+
+    def run(
+        self,
+        copied: ModelCopy,
+        handler: Callable[..., Any],
+        swap: Callable[[int, Any], Any] = lambda _, leaf: leaf,
+    ) -> tuple[list[Any], Layout]:
+        """Run all of a copy, the calls of the prefix by a handler; return what the call has
+        brought, taken apart.
+        """
+        self.before.restore(for_a_copy=True)
+        args, kwargs = copied.call.noted(copied.call.rebuild(swap))
+        with copied.intercept(self.modules, handler):
+            leaves, layout = copied.call.result(copied.forward(*args, **kwargs))
+        return [*map(copied.real, leaves)], layout
 
     def recompute(
         self,
@@ -169,7 +181,6 @@ class TracedBatch:
         copied: ModelCopy | None = None,
         grad: bool | None = None,
         resize: Callable[[int, Tensor], Tensor] | None = None,
-        ahead: int | None = None,
         goes_on: bool = False,
     ) -> Recomputed:
         """Run the prefix alone on other rows of the batch, under other random numbers.
@@ -180,7 +191,6 @@ class TracedBatch:
             copied: What to run it on; by default the common copy of the model.
             grad: Whether autograd records; by default as in the plain run.
             resize: Changes the lengths of the loader's leaves: position, rows -> rows.
-            ahead: How many calls to put ahead what the plain run has counted outside of the model.
             goes_on: Whether all outside of the model is as the run before has left it.
 
         Raises:
@@ -193,8 +203,6 @@ class TracedBatch:
         run = PrefixRun(self, trace)
         if not goes_on:
             self.before.restore(for_a_copy=True)
-        for counted in self.counted if ahead is not None else ():
-            counted.put_ahead(ahead or 0, copied.of)
         self._num_runs += 1
         RandomState.seed(self._num_runs)
         generators = RandomState.now()

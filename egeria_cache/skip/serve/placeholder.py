@@ -40,7 +40,7 @@ class Source:
     """Where a placeholder's value would have come from."""
 
     kind: str
-    """'leaf' and 'argument' are inputs, 'step' is a skipped module, 'trainable' a parameter."""
+    """'leaf' is an input, 'step' is a skipped module, 'trainable' a parameter."""
     name: str
     """Module, argument or parameter, for the error message."""
     index: int = -1
