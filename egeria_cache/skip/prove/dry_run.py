@@ -236,14 +236,9 @@ class DryRun:
 
 def patchable(model: nn.Module) -> list[nn.Module]:
     """Return every module but the model itself, and but what lies inside compiled ones."""
-    found, pending = dict[int, nn.Module](), [model]
-    for module in pending:
-        for child in module.children():
-            if id(child) not in found and child is not model:
-                found[id(child)] = child
-                if not is_compiled(child):
-                    pending.append(child)
-    return list(found.values())
+    compiled = [one for one in model.modules() if one is not model and is_compiled(one)]
+    inside = {id(part) for one in compiled for part in one.modules() if part is not one}
+    return [one for one in model.modules() if one is not model and id(one) not in inside]
 
 
 # ---- the boundary that finds itself --------------------------------------------------------------

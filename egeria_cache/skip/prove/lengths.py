@@ -11,7 +11,6 @@ padding; whether the loss reads that is seen in its gradient (`serve/dynamic_sha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch import Tensor
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import Lengths
 from egeria_cache.errors import BoundaryError, PaddingError
-from egeria_cache.ragged import PaddedRows, widen
+from egeria_cache.ragged import PaddedRows, inside, widen
 from egeria_cache.skip.prove.model_copy import take
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
-from egeria_cache.skip.serve.cut import Rule, Slot, TensorSpec, Whole
+from egeria_cache.skip.serve.cut import RowGrowth, Rule, Slot, TensorSpec, Whole
 from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, DynamicShapes, OutputAxis
 from egeria_cache.skip.serve.plan import ReplayPlan
 
@@ -138,21 +137,15 @@ def _parts(traced: TracedBatch, plan: ReplayPlan, lengths: Lengths) -> Iterator[
 
 def _units(lengths: Lengths) -> np.ndarray:
     """Return the step in which lengths grow along each axis: collate functions round them up."""
-    units = []
-    for own in lengths.own.T.tolist():
-        common = math.gcd(*own)
-        units.append(math.gcd(common, 64) if common % 2 == 0 else 1)
-    return np.array(units)
+    common = np.gcd.reduce(lengths.own)
+    return np.where(common % 2 == 0, np.gcd(common, 64), 1)
 
 
 def _longer(lengths: Lengths, units: np.ndarray) -> Whole:
     """Return greater lengths, those that may differ by other amounts."""
-    alike: dict[tuple[int, ...], int] = {}
-    target = []
-    for own, size, unit in zip(lengths.own.T, lengths.whole, units.tolist(), strict=True):
-        nth = alike.setdefault((*own.tolist(), size), len(alike))
-        target.append(size + unit * (1 + 2 * nth))
-    return tuple(target)
+    own_of = [(*own, size) for own, size in zip(lengths.own.T.tolist(), lengths.whole, strict=True)]
+    longer = [1 + 2 * own_of.index(own) for own in own_of]
+    return tuple((lengths.whole + units * longer).tolist())
 
 
 def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -> Recomputed:
@@ -169,12 +162,9 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
             if not isinstance(came, Tensor) or len(came) != batch.size:
                 came = batch.load_rows(np.ones(batch.size, bool))[path]
             leaf = take(plain(came), rows, batch.size)
-        at = padding.positions(path)
-        sizes = [target[i] for i in at]
-        for (dim, left), size in zip(padding.dims(path), sizes, strict=True):
-            if size < leaf.shape[dim + 1]:
-                leaf = leaf.narrow(dim + 1, leaf.shape[dim + 1] - size if left else 0, size)
-        leaf = widen(leaf, padding.dims(path), sizes, padding.values[path]).contiguous()
+        dims, sizes = padding.dims(path), [target[i] for i in padding.positions(path)]
+        own = [min(n, leaf.shape[dim + 1]) for n, (dim, _) in zip(sizes, dims, strict=True)]
+        leaf = widen(inside(leaf, dims, own, 1), dims, sizes, padding.values[path]).contiguous()
         for op in tagged.chain:
             leaf = op.run(leaf)
         return leaf
@@ -192,9 +182,9 @@ def _rules(
     for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves) if not step.run else ():
             if not isinstance(spec, TensorSpec):
-                for _, part, _ in parts:
-                    if isinstance(spec, int | float | str | bool) and part.leaves[i][j] != spec:
-                        raise _odd(plan, step.name)
+                is_plain = isinstance(spec, int | float | str | bool)
+                if is_plain and any(part.leaves[i][j] != spec for _, part, _ in parts):
+                    raise _odd(plan, step.name)
                 continue
             runs = [(lengths.whole, traced.leaf(i, j), traced.size)]
             runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
@@ -281,17 +271,13 @@ def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -
     if growth is None:
         return 0
     rows = plan.tensor_spec(slot).to_rows(traced.leaf(*slot))
-    seen: set[Any] = set()
-    for row, own in zip(rows, lengths.own.tolist(), strict=True):
-        for (dim, left), rule in zip(growth.dims, growth.rules, strict=True):
-            size = rule.within(tuple(own))[1]
-            rest = row.shape[dim] - size
-            row = row.narrow(dim, 0 if left else min(size, row.shape[dim]), max(rest, 0))
-        if row.numel():
-            seen.add(row.flatten()[0].item())
-            if len(seen) > 1 or not bool((row == row.flatten()[0]).all()):
-                return 0
-    return seen.pop() if seen else 0
+    there = rows[_is_padding(growth, rows, lengths)]
+    return there[0].item() if there.numel() and bool((there == there[0]).all()) else 0
+
+
+def _is_padding(growth: RowGrowth, rows: Tensor, lengths: Lengths) -> Tensor:
+    """Return where rows are padded, where that is filled with zeros."""
+    return growth.blanked(torch.ones_like(rows), lengths) == 0
 
 
 def fillings(
@@ -301,17 +287,16 @@ def fillings(
     lengths, growth = traced.call.batch.lengths, plan.row_growth()
     if lengths is None or not growth:
         return [dict(rows)]
-    plainly, otherwise = dict(rows), dict(rows)
+    plainly = {n: growth[n].blanked(t, lengths) if n in growth else t for n, t in rows.items()}
+    otherwise = dict(plainly)
     for name, how in growth.items():
-        plainly[name] = how.blanked(rows[name], lengths)
-        otherwise[name] = plainly[name]
-        if rows[name].is_floating_point() and how.fill == 0:
-            noise = torch.linspace(-1, 1, rows[name].numel()).view(rows[name].shape)
+        values = plainly[name]
+        if values.is_floating_point() and how.fill == 0:
+            noise = torch.linspace(-1, 1, values.numel()).view(values.shape)
             # Large, so that it shows through a small coefficient; in half precision not too large.
-            size = 10 if rows[name].dtype == torch.float16 else 100
-            noise = noise.to(rows[name]) * size * float(rows[name].float().abs().mean())
-            inside = how.blanked(torch.ones_like(rows[name]), lengths) != 0
-            otherwise[name] = torch.where(inside, plainly[name], noise)
+            size = 10 if values.dtype == torch.float16 else 100
+            noise = noise.to(values) * size * float(rows[name].float().abs().mean())
+            otherwise[name] = torch.where(_is_padding(how, values, lengths), noise, values)
     return [plainly, otherwise]
 
 

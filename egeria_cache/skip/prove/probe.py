@@ -102,8 +102,7 @@ class Prober:
             BoundaryError: Something crosses that cannot be cached, or is trained.
         """
         call = self.traced.call
-        paths, tensors = call.layout.paths(), [isinstance(leaf, Tensor) for leaf in call.leaves]
-        self.plan.leaf_names = {i: (paths[i], "") for i, is_tensor in enumerate(tensors) if is_tensor}
+        self.plan.leaf_names = {i: (path, "") for i, path in enumerate(call.layout.paths())}
         for i, step in enumerate(self.plan.steps):
             for j in range(len(step.leaves)) if has_user_hooks(step.module) else ():
                 self._give(Source("step", step.name, i, j))

@@ -247,9 +247,7 @@ def _check_replay(traced: TracedBatch, plan: ReplayPlan) -> dict[str, Tensor]:
     return rows
 
 
-def _replayed(
-    traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor]
-) -> list[Any]:
+def _replayed(traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor]) -> list[Any]:
     """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
     values: dict[Slot, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():

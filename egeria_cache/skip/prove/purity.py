@@ -39,9 +39,8 @@ def _doubled(tensor: Tensor) -> Tensor:
     """Return what stands for a tensor of the model, or of its inputs."""
     if not tensor.is_floating_point():
         return tensor
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach().double(), tensor.requires_grad)
-    return tensor.double()
+    wide = tensor.detach().double()
+    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
 class _Float64(TorchFunctionMode):
@@ -105,7 +104,7 @@ def check_rows(
     suspects: dict[int, tuple[Recomputed, int]] = {}
     for slot in plan.slots().values():
         spec, value = plan.tensor_spec(slot), traced.leaf(*slot)
-        for part, rows, a, b in _in_company(traced, spec, slot, parts):
+        for part, rows, a, b in _in_company(spec, slot, parts, value):
             error = difference(a, b)
             if error > tolerance(value, plan.coarsest):
                 if trace is not None and trace.draws:
@@ -154,22 +153,17 @@ _Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
 """(part, rows that were seen before, as they were first seen, the same in this part)"""
 
 
-def _in_company(traced: TracedBatch, spec: Any, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
-    """Compare a leaf with the batch's; of a tensor that is no sample's all of it."""
-    if not isinstance(spec, TensorSpec):
-        return
-    value = traced.leaf(*slot)
-    if spec.batch_dim is not None:
-        yield from _pairs(dict(enumerate(spec.to_rows(value))), spec, slot, parts)
-        return
-    for part in parts:
-        yield part, [], value, part.leaves[slot[0]][slot[1]]
-
-
-def _pairs(
-    known: dict[int, Tensor], spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]
+def _in_company(
+    spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed], first: Tensor | None = None
 ) -> _Pairs:
-    """Compare a leaf's rows with what they were in the parts before, or in the batch."""
+    """Compare a leaf's rows with what they were in the parts before, or in the batch, which comes
+    first; of a tensor that is no sample's all of it.
+    """
+    if spec.batch_dim is None:
+        assert first is not None
+        yield from ((part, [], first, part.leaves[slot[0]][slot[1]]) for part in parts)
+        return
+    known = {} if first is None else dict(enumerate(spec.to_rows(first)))
     for part in parts:
         rows = spec.to_rows(part.leaves[slot[0]][slot[1]])
         seen = [k for k, row in enumerate(part.rows) if row in known]
@@ -206,7 +200,7 @@ def _check_precisely(
     if tried.error is not None:
         return  # it cannot run so: the tolerance for the whole tensor has decided
     for i, j in plan.slots().values():
-        for _, _, a, b in _pairs({}, plan.tensor_spec((i, j)), (i, j), runs):
+        for _, _, a, b in _in_company(plan.tensor_spec((i, j)), (i, j), runs):
             if (error := slice_difference(a, b)) > _PRECISE:
                 raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
 
@@ -217,8 +211,10 @@ def _blame(
     """Name the first module whose output shows the difference."""
     for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves):
-            for _, _, a, b in _in_company(traced, spec, (i, j), parts):
-                if (here := difference(a, b)) > tolerance(traced.leaf(i, j), plan.coarsest):
+            value = traced.leaf(i, j)
+            pairs = _in_company(spec, (i, j), parts, value) if isinstance(spec, TensorSpec) else ()
+            for _, _, a, b in pairs:
+                if (here := difference(a, b)) > tolerance(value, plan.coarsest):
                     return BoundaryError.mixes_samples(plan.boundary, step.name, here)
     return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)
 
