@@ -25,7 +25,7 @@ from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
-from egeria_cache.skip.model.entered import Scout, inner_model, module_named, user_line
+from egeria_cache.skip.model.entered import Scout, inner_model, module_named
 from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_alike, tell_modes
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, states_in
 from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
@@ -58,6 +58,11 @@ _TRANSFORMED = (
     "the model is called within `torch.func` (vmap, grad) or under a mode that changes operations, "
     "and never without"
 )
+_REMEDIES = {
+    _KEPT: "Ask the loader for every epoch",
+    WANTS_GRADIENT: "Where the loop needs that gradient (adversarial examples, a generator's "
+    "pictures), such calls are always computed; where it does not, leave `requires_grad_` out",
+}
 _AS_THEY_COME = (
     "Give the model the loader's batches as they come, or do what changes them after the boundary "
     "or in the data set"
@@ -115,7 +120,7 @@ class _Unserved:
         if of is not None and of is self._of:
             self._same += 1
             if self._same == _MANY_ALIKE:
-                self._told(*_with_remedy(why))
+                self._told(why, _REMEDIES.get(why, _AS_THEY_COME))
             return
         if (why is _ALL_NEW) is not (self._why is _ALL_NEW):
             self._num = 0
@@ -123,7 +128,7 @@ class _Unserved:
         if self._num == 1:
             self._why = why
         if self._num == (MAX_CHAINS + 1 if why is _ALL_NEW else _MAX_BARE):
-            self._told(*_with_remedy(self._why))
+            self._told(self._why, _REMEDIES.get(self._why, _AS_THEY_COME))
 
     def served(self, *, but: str = "") -> None:
         """A call came that can be served, as far as this reason is not the matter."""
@@ -434,10 +439,6 @@ class SkipEngine:
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
             return self._first(key, call)
-        for name, read, value in plan.left:
-            if read() != value:
-                self._refuse(key, BoundaryError.leaves(plan.boundary, name))
-                return self._plainly(call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
         lengths, source = call.batch.lengths, None
@@ -973,15 +974,3 @@ class SkipEngine:
         if "call" in self._running:
             self._running["call"].raised = error
         self.host.refused(error, at_first=not self._num_calls)
-
-
-def _with_remedy(why: str) -> tuple[str, str]:
-    """Return why calls come plain, with the line if that helps, and what to do about it."""
-    if why is _KEPT:
-        return why, "Ask the loader for every epoch"
-    if why != WANTS_GRADIENT:
-        return why, _AS_THEY_COME
-    return f"{why} (the model is called at {user_line()})", (
-        "Where the loop needs that gradient (adversarial examples, a generator's pictures), such "
-        "calls are always computed; where it does not, leave `requires_grad_` out"
-    )

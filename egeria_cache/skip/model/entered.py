@@ -8,7 +8,6 @@ part of the model gets a loader's tensor.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,7 +24,6 @@ _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
 """Attributes under which wrappers (of PyTorch, Lightning, Accelerate) keep what they wrap."""
-_NOT_USERS = ("torch.", "egeria_cache.")
 
 
 def module_named(model: nn.Module, name: str) -> str:
@@ -46,14 +44,6 @@ def module_named(model: nn.Module, name: str) -> str:
         if wanted and _without_wrappers(other) == wanted:
             return other
     raise BoundaryError.unknown(name, known)
-
-
-def user_line() -> str:
-    """Name the line of the user's that is running: neither PyTorch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_USERS):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
 
 
 def _without_wrappers(name: str) -> tuple[str, ...]:

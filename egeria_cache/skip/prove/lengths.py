@@ -11,6 +11,7 @@ padding; whether the loss reads that is seen in its gradient (`serve/dynamic_sha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch
 from egeria_cache.skip.serve.call import plain
 from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import RowGrowth, Rule, Slot, TensorSpec, Whole
-from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, DynamicShapes, OutputAxis
+from egeria_cache.skip.serve.dynamic_shapes import DynamicShapes, OutputAxis
 from egeria_cache.skip.serve.plan import ReplayPlan
 
 Part = tuple[Whole, Recomputed, bool]
@@ -300,70 +301,47 @@ def fillings(
     return [plainly, otherwise]
 
 
-def find_output_axes(traced: TracedBatch, plan: ReplayPlan, outputs: Sequence[list[Any]]) -> None:
-    """Find where the model's output is padded: it may be anything there, and nowhere else.
+def padded_axis(
+    traced: TracedBatch, plan: ReplayPlan, leaves: tuple[Tensor, Tensor, Tensor]
+) -> OutputAxis:
+    """Return the dimension along which all differences of one leaf of the output lie in the
+    padding.
 
     Args:
         traced: The plain run.
-        plan: Is told.
-        outputs: The leaves of the replays' results, in the order of `fillings`.
+        plan: What was replayed.
+        leaves: Of the plain result, and of the replays' in the order of `fillings`.
 
     Raises:
         BoundaryError: What stands in the padding reaches what a user reads of a sample.
     """
-    growth, lengths = plan.growth, traced.call.batch.lengths
-    if growth is None or lengths is None or len(outputs) < 2:
-        return
-    axes: dict[int, OutputAxis] = {}
-    for index, leaves in enumerate(zip(traced.result[0], *outputs, strict=True)):
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            continue
-        a, b, c = leaves
-        if a.shape != b.shape or (_same(b, c) and difference(a, b) <= tolerance(a, plan.coarsest)):
-            continue
-        axis = _axis_of((a, b, c), growth, lengths, traced.size)
-        if axis is None:
-            what = "output" if a.dim() else "loss"
-            raise PaddingError.reads_padding(plan.boundary, f"the model's {what}")
-        axes[index] = axis
-    growth.outputs = axes
-    growth.proof.missing = ENOUGH if axes else 0.0
-
-
-def _axis_of(
-    leaves: tuple[Tensor, Tensor, Tensor], growth: DynamicShapes, lengths: Lengths, size: int
-) -> OutputAxis | None:
-    """Return the dimension along which all differences lie in the padding."""
-    a, b, c = leaves
+    a, growth, lengths = leaves[0], plan.growth, traced.call.batch.lengths
+    assert growth is not None
+    assert lengths is not None
     axes = range(len(lengths.whole))
     rules = [Rule.longer_by(offset, axis) for offset in (0, -1, 1) for axis in axes]
     rules += [rule for found in growth.rules.values() for rule in found.values()]
-    for rule in rules:
-        length = rule.at(lengths.whole)
-        has_rows = a.dim() > 0 and len(a) == size
-        for dim in range(1, a.dim()) if has_rows else ():
-            if a.shape[dim] != length:
-                continue
+    has_rows = a.dim() > 0 and len(a) == traced.size
+    dims = range(1, a.dim()) if has_rows else ()
+    for rule, dim in itertools.product(rules, dims):
+        if a.shape[dim] == rule.at(lengths.whole):
             found = OutputAxis(dim, rule, growth.lefts[rule.axis_among(growth.entered)])
-            like_plain = compared(a, b, found, lengths)
-            if difference(*like_plain) <= tolerance(a) and _same(*compared(b, c, found, lengths)):
+            own, plainly, otherwise = _inside(leaves, found, lengths)
+            if difference(own, plainly) <= tolerance(a) and is_same(plainly, otherwise):
                 return found
-    return None
+    what = "output" if a.dim() else "loss"
+    raise PaddingError.reads_padding(plan.boundary, f"the model's {what}")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two outputs of one computation are equal, padding excepted: the same kernels have
     run on the same shapes, in the same order where they run on the host.
     """
     return difference(a, b) <= (0.0 if a.is_cpu else tolerance(a) * _OF_THE_TOLERANCE)
 
 
-def compared(
-    a: Tensor, b: Tensor, axis: OutputAxis | None, lengths: Lengths | None
-) -> tuple[Tensor, Tensor]:
-    """Return what two outputs hold elsewhere than in the padding, which must be equal."""
-    if axis is None or lengths is None:
-        return a, b
-    a, b = (tensor.movedim(axis.dim, 1) for tensor in (a, b))
-    inside = torch.from_numpy(~axis.is_padding(lengths, a.shape[1])).to(a.device)
-    return a[inside], b[inside]
+def _inside(outputs: Sequence[Tensor], axis: OutputAxis, lengths: Lengths) -> list[Tensor]:
+    """Return what outputs hold elsewhere than in the padding, which must be equal."""
+    moved = [output.movedim(axis.dim, 1) for output in outputs]
+    there = torch.from_numpy(~axis.is_padding(lengths, moved[0].shape[1])).to(moved[0].device)
+    return [output[there] for output in moved]

@@ -109,7 +109,6 @@ class Prober:
         for _ in range(_MAX_PROBES):
             copied = self.traced.copies.fresh()
             run = _ProbeRun(self, copied)
-            self.traced.before.restore(for_a_copy=True)
             try:
                 left = self._probe(run, copied)
                 # The copied is still there, and so is what its hooks and attributes hold.
@@ -216,7 +215,8 @@ class _ProbeRun(ReplayRun):
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         instead = super().input(position, leaf)
-        self._inputs.clear(), self.own.clear()  # it is seen who keeps them
+        self._inputs.clear()  # it is seen who keeps them
+        self.own.clear()
         return instead
 
     def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,18 +230,13 @@ class _ProbeRun(ReplayRun):
             if isinstance(leaf, Placeholder):
                 for key, tensor in self.scene.trainable.items():  # as they were met
                     if Source("trainable", "", key) in leaf.sources:
-                        self._refuse_trained(tensor)
+                        self._prober.traced.refuse_trained(tensor)
                 for source in leaf.sources:
                     self._prober.enter(source)
             elif isinstance(leaf, Tensor):
                 self.given.append((index, position))
                 if leaf.requires_grad:
-                    self._refuse_trained(leaf)
-
-    def _refuse_trained(self, tensor: Tensor) -> None:
-        parameter = self._prober.traced.trained_by(tensor)
-        if parameter is not None:
-            raise BoundaryError.trainable(self.plan.boundary, parameter)
+                    self._prober.traced.refuse_trained(leaf)
 
 
 # ---- what the prefix makes use of ----------------------------------------------------------------

@@ -17,7 +17,7 @@ from egeria_cache.batch import overlap
 from egeria_cache.errors import BatchError, BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.prove import probe, purity
-from egeria_cache.skip.prove.lengths import compared, fillings, find_output_axes, study_lengths
+from egeria_cache.skip.prove.lengths import fillings, is_same, padded_axis, study_lengths
 from egeria_cache.skip.prove.model_copy import ModelCopy, trainable
 from egeria_cache.skip.prove.probe import Prober
 from egeria_cache.skip.prove.purity import Repeats, is_left_otherwise, same_parts
@@ -25,6 +25,7 @@ from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, moved
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
+from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, OutputAxis
 from egeria_cache.skip.serve.placeholder import Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
@@ -242,8 +243,7 @@ def _check_replay(traced: TracedBatch, plan: ReplayPlan) -> dict[str, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         filled = fillings(traced, plan, rows)
     outputs = [_replayed(traced, plan, stored) for stored in filled]
-    find_output_axes(traced, plan, outputs)
-    plan.opaque_outputs = _compare_outputs(traced, outputs[0], plan)
+    _compare_outputs(traced, outputs, plan)
     return rows
 
 
@@ -305,24 +305,29 @@ def _check_written(
             )
 
 
-def _compare_outputs(traced: TracedBatch, leaves: list[Any], plan: ReplayPlan) -> frozenset[int]:
-    """Compare with the plain result; return the leaves that a hit cannot give."""
-    axes = {} if plan.growth is None else plan.growth.outputs
-    expected = traced.result[0]
-    opaque = set()
-    for i, (a, b) in enumerate(zip(expected, leaves, strict=True)):
+def _compare_outputs(traced: TracedBatch, outputs: Sequence[list[Any]], plan: ReplayPlan) -> None:
+    """Compare replays with the plain result: where it is padded may be anything. Note where, and
+    which leaves a hit cannot give.
+    """
+    expected, axes, opaque = traced.result[0], dict[int, OutputAxis](), set[int]()
+    for i, (a, b, *others) in enumerate(zip(expected, *outputs, strict=True)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            error = difference(*compared(a, b, axes.get(i), traced.call.batch.lengths))
-            if error > tolerance(a, plan.coarsest):
+            error = difference(a, b)
+            if error <= tolerance(a, plan.coarsest) and all(is_same(b, c) for c in others):
+                continue
+            if not others or a.shape != b.shape:
                 raise BoundaryError.not_proved(
                     traced.boundary,
                     f"the output differs by {error:.3g}: something reaches the active part without "
                     "being passed to it (an attribute, a global, a mutated input)",
                 )
+            axes[i] = padded_axis(traced, plan, (a, b, others[0]))
         elif not same_content(a, b):
             if len(expected) == 1:
                 raise BoundaryError.not_proved(
                     traced.boundary, f"the output, a {type(a).__name__}, is not reproduced"
                 )
             opaque.add(i)
-    return frozenset(opaque)
+    plan.opaque_outputs = frozenset(opaque)
+    if plan.growth is not None:
+        plan.growth.outputs, plan.growth.proof.missing = axes, ENOUGH if axes else 0.0

@@ -13,7 +13,6 @@ hits, and what is left behind by a run would be that of another batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, Moved, Names, Place, Snapshot, describe
+from egeria_cache.pystate import Content, Moved, Names, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import Held, Recomputed, TracedBatch, moved, rest
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, same_content, slice_difference, tolerance
@@ -82,10 +81,8 @@ def check_trained(
         BoundaryError: And with what.
     """
     for i, j in plan.slots().values():
-        leaf = part.leaves[i][j]
-        parameter = traced.trained_by(leaf) if leaf.requires_grad else None
-        if parameter is not None:
-            raise BoundaryError.trainable(plan.boundary, parameter)
+        if part.leaves[i][j].requires_grad:
+            traced.refuse_trained(part.leaves[i][j])
     last = max((i for i, step in enumerate(plan.steps) if not step.run), default=-1)
     unfollowed = {} if trace is None else trace.undifferentiated
     for name, _, tensor in traced.known:
@@ -273,17 +270,18 @@ class Repeats:
             reason = next((f" ({name!r} moves with every call)" for name in names), "")
             how = f"it gives other results when it is called again{reason}"
             raise BoundaryError.impure(plan.boundary, how)
-        names = [f"the attribute {one.path.lstrip('.')!r}" for one in self._counted]
-        self._check_counters(plan, self._counted, names, lambda where: where)
+        own = [f"the attribute {one.path.lstrip('.')!r}" for one in self._counted]
+        self._check_counters(plan, self._counted, own)
         self._kept.put_back()
 
     def _check_counters(
         self, plan: ReplayPlan, counted: Sequence[Moved], names: Sequence[str],
-        of: Callable[[Any], Any],
+        of: Callable[[Any], Any] = lambda where: where,
     ) -> None:  # fmt: skip
         """Put ahead what counts the calls: nothing that is cached may notice, now or later."""
 
         def later(ahead: int) -> Recomputed:
+            self._traced.before.restore(for_a_copy=True)
             for one in counted:
                 one.put_ahead(ahead, of)
             rows = self.first.rows[:2]
@@ -294,14 +292,13 @@ class Repeats:
             raise BoundaryError.impure(plan.boundary, f"{names[0]} {_DECIDES}")
 
     def check_left(self, plan: ReplayPlan) -> None:
-        """Tell the plan what a plain call leaves elsewhere, a hit does not, and is the same after
-        all; and what the model counts outside of itself.
+        """Tell the plan what the model counts outside of itself.
 
         Raises:
-            BoundaryError: Something is not the same; or something outside moves with each run of
-                the prefix, and is no count: it would stand still on hits.
+            BoundaryError: A plain call leaves elsewhere what a hit does not; or something outside
+                moves with each run of the prefix, and is no count: it would stand still on hits.
         """
-        outside, left = self._traced.before.outside.places, self._traced.left
+        left = self._traced.left
         skipped = {id(module) for _, module in plan.skipped_modules()}
         anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
         if not left.keys().isdisjoint(self._of_others):  # do other rows, as many, leave another?
@@ -311,11 +308,9 @@ class Repeats:
                 held.append(self._traced.held_by(self.copied))
             anew |= moved(*held).keys()
         for mark, (_, now) in left.items():
-            if mark in anew:
+            stays = id(mark[0]) in skipped or now.arrays  # else others may take it back
+            if mark in anew or not stays:
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
-            where = mark[0] if isinstance(mark[0], nn.Module) else outside[mark[0]]
-            if id(where) not in skipped and not now.arrays:
-                plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         # What its first run works out, and no other one moves, is no count; nor is what hits move
         # otherwise than the whole model.
         memos = self._once_outside.keys() - self._again_outside.keys()
@@ -369,8 +364,3 @@ def is_left_otherwise(then: Content | None, now: Content, replayed: Content | No
 def _is_less(a: bytes, b: bytes) -> bool:
     (kind, _, number), (other_kind, _, other) = a.partition(b":"), b.partition(b":")
     return kind == other_kind == b"int" and int(number) < int(other)
-
-
-def _look(where: nn.Module | Place, key: Any) -> dict[str, bytes]:
-    held = vars(where) if isinstance(where, nn.Module) else where.read(where.where)
-    return Content(held.get(key), into_foreign=False).texts

@@ -197,9 +197,9 @@ class TracedBatch:
             BoundaryError: The prefix goes astray.
         """
         rows = another(self.size) if rows is None else rows
-        is_common = copied is None
-        if copied is None:  # not there for the next run if this one ends in the middle
-            copied, self.common = self.common or self.copies.fresh(), None
+        copied, is_common = copied or self.common or self.copies.fresh(), copied is None
+        if is_common:  # not there for the next run if this one ends in the middle
+            self.common = None
         run = PrefixRun(self, trace)
         if not goes_on:
             self.before.restore(for_a_copy=True)
@@ -254,12 +254,13 @@ class TracedBatch:
         """Return one leaf of one step's output."""
         return tree_leaves(self.outputs[step])[leaf]
 
-    def trained_by(self, tensor: Tensor) -> str | None:
-        """Name a trainable parameter that `tensor` was computed with, if autograd knows one."""
+    def refuse_trained(self, tensor: Tensor) -> None:
+        """Raise if autograd knows a trainable parameter that `tensor` was computed with."""
         both = (self.model, self.copies.first)  # whose parameters are others where they are sharded
         names = {id(p): name for model in both for name, p in model.named_parameters()}
-        behind = (tensor, *leaves_behind(tensor))
-        return next((names[id(one)] for one in behind if id(one) in names), None)
+        for one in (tensor, *leaves_behind(tensor)):
+            if id(one) in names:
+                raise BoundaryError.trainable(self.boundary, names[id(one)])
 
 
 class PrefixRun:

@@ -28,8 +28,6 @@ from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import watched_attributes
 
 _is_training = attrgetter("training")
-Left = tuple[str, Callable[[], Any], Any]
-"""The name of something, how to look at it, and what it is."""
 _MAX_LENGTHS = 512
 """Lengths of batches that a plan is kept ready for."""
 
@@ -61,8 +59,6 @@ class ReplayPlan:
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
-    left: list[Left] = field(default_factory=list)
-    """What skipped modules leave elsewhere with each call."""
     own: dict[Slot, Tensor] = field(default_factory=dict)
     """Constants that lie in the memory of the model's own tensors, in a hit as well."""
     written: frozenset[int] = frozenset()
