@@ -115,11 +115,9 @@ def _is_jump(one: dis.Instruction) -> bool:
 
 def _is_straight(found: list[dis.Instruction], call: int) -> bool:
     """Whether the call is the only way to what is behind it, and nothing leads back."""
-    names = [one.opname for one in found]
-    jumps = [one for one in found if _is_jump(one)]
-    return names.count("PUSH_EXC_INFO") == names.count("WITH_EXCEPT_START") and all(
-        (one.offset <= call) is (one.argval <= call) for one in jumps
-    )
+    names, jumps = [one.opname for one in found], filter(_is_jump, found)
+    catches = names.count("PUSH_EXC_INFO") != names.count("WITH_EXCEPT_START")
+    return not catches and all((one.offset <= call) is (one.argval <= call) for one in jumps)
 
 
 def _waits(found: list[dis.Instruction]) -> bool:

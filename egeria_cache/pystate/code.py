@@ -96,13 +96,11 @@ class Code:
             total.update(code_text(function.__code__))
             defaults = function.__defaults__, function.__kwdefaults__
             total.update(describe((*defaults, objects.attributes_held(function))))
-        for (_, name), scope in self.globals.items():
-            total.update(name.encode() + self._describe(scope.get(name)))
-        for owner, name in self.named:
-            held = self._describe(in_class(owner, name))
-            total.update(f"{owner.__qualname__}.{name}".encode() + held)
-        for cell in self.cells:
-            total.update(self._describe(cell.cell_contents))
+        found = [(name, scope.get(name)) for (_, name), scope in self.globals.items()]
+        found += ((f"{one.__qualname__}.{name}", in_class(one, name)) for one, name in self.named)
+        found += (("", cell.cell_contents) for cell in self.cells)
+        for name, value in found:
+            total.update(name.encode() + self._describe(value))
         return total.hexdigest()
 
     def _describe(self, value: Any) -> bytes:
@@ -125,9 +123,8 @@ class Code:
 
     def names_of(self, value: Any) -> frozenset[str]:
         """Return the names under which it may read of an object's class, or of a class."""
-        return self.names.union(
-            *map(vars, objects.bases_of(_kind(value)) if None in self.whole else ())
-        )
+        bases = objects.bases_of(_kind(value)) if None in self.whole else ()
+        return self.names.union(*map(vars, bases))
 
     def read_of(self, kind: type, names: Iterable[str]) -> list[str]:
         """Return the names under which a class has something, and no count."""
@@ -246,14 +243,13 @@ def _note_named(function: types.FunctionType, owner: type | None, code: Code) ->
     scope, names = function.__globals__, code.names_in(function)
     of_class = () if owner is None else [in_class(owner, name) for name in names.all]
     code.found |= {(id(one), owner): one for one in of_class if one is not None}
-    held = dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
-            held |= {name: cell.cell_contents} if name in names.free else {}
-            code.cells += [cell] if name in held else []
+            if name in names.free:
+                code.found[id(cell.cell_contents), owner] = cell.cell_contents
+                code.cells.append(cell)
     if not is_installed_code(function.__code__):
         code.whole.update(_wholes(function, owner, names))
-    code.found |= {(id(value), owner): value for value in held.values()}
     code.note(scope, (*names.loaded, *names.imports))
     texts = names.imports if "" in names.whole else ()
     absent = (name for name in (*names.loaded, *texts) if name not in scope)
@@ -335,12 +331,8 @@ def functions_of(value: Any) -> Iterator[types.FunctionType]:
         if isinstance(value, types.FunctionType):
             yield value
             value = getattr(value, "__wrapped__", None)
-        elif isinstance(value, types.MethodType | staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, property):
-            value = value.fget
+        elif parts := parts_of(value):
+            value = parts[0]
         elif value is None or isinstance(value, type):
             return
         else:

@@ -194,12 +194,13 @@ class Portrait(Snapshot):
         """
         held = {type(value) for _, value in self._data_sets}
         kinds = [kind for kind in held if issubclass(kind, Dataset) or not is_installed(kind)]
-        if not all(_is_followed(base) for kind in kinds for base in kind.__mro__) or any(
-            names_in(code).whole for code in self._codes if not is_installed_code(code)
+        own = (code for code in self._codes if not is_installed_code(code))
+        if (
+            len(self.alive) >= _ALL.max_objects  # not all of it was met
+            or not all(_is_followed(base) for kind in kinds for base in kind.__mro__)
+            or any(names_in(code).whole for code in own)
+            or any(isinstance(one, _GETTERS) for one in self.alive.values())
         ):
-            return
-        are_all_met = len(self.alive) < _ALL.max_objects
-        if not are_all_met or any(isinstance(one, _GETTERS) for one in self.alive.values()):
             return
         methods = _methods(kinds)
         ids = {id(code) for codes in methods.values() for code in codes}

@@ -216,11 +216,8 @@ class Snapshot:
             is_array = isinstance(whole, Elements) and isinstance(value, Tensor | np.ndarray)
             self._left -= value.nbytes if is_array else 0
             yield whole
-        if isinstance(value, Tensor) or (
-            isinstance(value, objects.StandIn) and not value.is_copied
-        ):
-            return
-        if objects.has_attributes(value):
+        is_ours = isinstance(value, objects.StandIn) and not value.is_copied
+        if not (is_ours or isinstance(value, Tensor)) and objects.has_attributes(value):
             yield places.Attributes(path, value)
 
 
@@ -318,13 +315,13 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
         wholly: Only what is numbers, or tensors, all of which move; these are put ahead whole.
     """
     kind: Any = type(twice)
+    if wholly and not _counts(once, twice):
+        return None
     if wholly and isinstance(twice, np.ndarray | Tensor):
-        return twice + by if _counts(once, twice) else None
+        return twice + by
     if once is None and kind in (int, float, list):
         once = kind()
     if once is twice or type(once) is not kind or kind is bool:
-        return None
-    if wholly and not _counts(once, twice):
         return None
     if kind is itertools.count:
         start, *step = objects.start_of(twice)

@@ -122,9 +122,8 @@ class PrefixGuard:
         moved = {id(tensor) for tensor, before in versions if tensor._version != before}
         pointers = zip(self._placed, self._pointers, strict=True)
         moved |= {id(tensor) for tensor, before in pointers if tensor.data_ptr() != before}
-        for (name, _, old), (_, _, new), content in zip(
-            self._tensors, now, self._contents, strict=True
-        ):
+        both = zip(self._tensors, now, self._contents, strict=True)
+        for (name, _, old), (_, _, new), content in both:
             if new is old and id(old) not in moved:
                 continue
             if content:
@@ -282,7 +281,7 @@ def _quoted(where: str) -> str:
 _SAMPLED = 16
 """Elements looked at per tensor on each batch."""
 _MAX_PENDING, _RARELY = 64, 16
-"""Verdicts that a device may be behind with; and how often one is asked that has no events."""
+"""Verdicts that a device may be behind with; and how much longer one without events is left."""
 LOOK_EVERY_S = 2e-3
 """A look at what lies on a device takes a few kernels and a copy, some 30 us of the host: short
 steps take turns."""
@@ -295,8 +294,8 @@ class ContentProbe:
 
     On an accelerator by one joined comparison whose verdict is read on the first call after the
     device has come so far: to wait for it would cost more than the batch that is then served too
-    late. It looks once in two milliseconds at most. A device without events would have to be waited
-    for, and is asked on every 16th call.
+    late. It looks once in two milliseconds at most; a device that would have to be waited for is
+    asked once in 32.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -317,8 +316,8 @@ class ContentProbe:
         self._hashes = list(map(xxhash.xxh3_64_intdigest, self._pieces))
         self._turn = 0
         self._device = [(views, _joined(views)) for views in apart.values()]
-        self._verdicts, self._looked_at = Answers(), -LOOK_EVERY_S
-        self._is_beside = all(map(copies_beside, apart))
+        self._verdicts, self._next_look = Answers(), 0.0
+        self._every_s = LOOK_EVERY_S * (1 if all(map(copies_beside, apart)) else _RARELY)
 
     def changed(self, *, wait: bool = False) -> bool:
         """Whether anything looks different; `wait`: now, and not when a device last said so."""
@@ -339,14 +338,9 @@ class ContentProbe:
             self._ask()
         if any(bool(verdict) for verdict, _ in self._verdicts.come(wait=wait)):
             return True
-        self._turn, now = self._turn + 1, time.perf_counter()
-        may_ask = self._is_beside or self._turn % _RARELY == 1
-        if (
-            may_ask
-            and now >= self._looked_at + LOOK_EVERY_S
-            and len(self._verdicts.asked) < _MAX_PENDING
-        ):
-            self._looked_at = now
+        now = time.perf_counter()
+        if now >= self._next_look and len(self._verdicts.asked) < _MAX_PENDING:
+            self._next_look = now + self._every_s
             self._ask()
         return False
 

@@ -131,9 +131,10 @@ class Weights:
         """Put back what differs; return id -> name of what did.
 
         Args:
-            wholly: Whether to compare all contents, those that a device had no room to keep, too.
+            wholly: Whether to compare all contents.
         """
         moved = {}
+        closely = wholly or self.looks_closely
         # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
         with (
             torch._C.DisableTorchFunction(),
@@ -143,14 +144,14 @@ class Weights:
         ):
             for key, (name, held, grad) in self._kept.items():
                 tensor = held.tensor
-                if held.put_back(wholly, self.looks_closely):
+                if held.put_back(closely):
                     moved[key] = name
                 if tensor.requires_grad is not held.requires_grad:
                     tensor.requires_grad_(held.requires_grad)
                 before = None if grad is None else grad.tensor
                 if has_another := tensor.grad is not before:
                     tensor.grad = before
-                if (grad and grad.put_back(wholly, self.looks_closely)) or has_another:
+                if (grad and grad.put_back(closely)) or has_another:
                     moved.setdefault(key, f"{name}.grad")
         return moved
 
@@ -167,17 +168,15 @@ class _Held:
         self._version = tensor._version
         self._preserved: Any = torch.autograd._unsafe_preserve_version_counter(tensor)
 
-    def put_back(self, wholly: bool, closely: bool) -> bool:
-        """Put it back; return whether it was moved."""
+    def put_back(self, closely: bool) -> bool:
+        """Put it back; return whether it was moved. `closely`: also where no version has moved."""
         was_replaced = _place(self.tensor) != self._place
         was_written = self.tensor._version != self._version
         if was_replaced:
             self.tensor.data = self._data
-        looks, place = closely or self._is_written_unseen, self._data.device
-        if self._copy is not None and (
-            was_written or wholly or (looks and self._copy.device == place)
-        ):
-            copy, had_version = self._copy.to(place), was_written
+        closely |= was_written or self._is_written_unseen
+        if self._copy is not None and closely:
+            copy, had_version = self._copy.to(self._data.device), was_written
             was_written = not torch.equal(bits(self._data), bits(copy))
             if was_written:
                 self._data.copy_(copy)

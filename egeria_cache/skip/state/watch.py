@@ -162,11 +162,8 @@ class Layout:
         of them.
         """
         if not pystate.has_settings(value):
-            if (
-                pystate.is_value(value)
-                or isinstance(value, _LOOKED_INTO)
-                or pystate.is_standard(type(value))
-            ):
+            is_plain = pystate.is_value(value) or pystate.is_standard(type(value))
+            if is_plain or isinstance(value, _LOOKED_INTO):
                 self.look_into(where, value)
             return
         if id(value) in self._apart:
