@@ -7,6 +7,7 @@ The whole way of a batch through the model is `SkipEngine.forward`. How a cut is
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from egeria_cache.skip.model.frozen import FrozenPrefix, RequiresGradWatch, are_
 from egeria_cache.skip.model.fsdp import Front, ShardedFront, states_in
 from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequence
 from egeria_cache.skip.serve import replay
-from egeria_cache.skip.serve.address import Addresses, address, prefix_tensors
+from egeria_cache.skip.serve.address import address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.compare import gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
@@ -255,7 +256,9 @@ class SkipEngine:
         self._is_told = False
         """Whether it was said what that changes."""
         self._audits = Answers()
-        self._addresses = Addresses()
+        self._voided = list[Mapping[str, Any]]()
+        """Addresses of what the prefix was before it changed: nothing of that is served under one
+        of them again, where the change is not in it (a function in a table has a name alone)."""
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
         """(id of a cut, loader) that the host was told of."""
@@ -772,7 +775,7 @@ class SkipEngine:
             self._is_held = False
         self._announced.clear()
         self._audits = Answers()
-        self._addresses.void(r.cut.fields for r in self._plans.all() if r.cut is not None)
+        self._voided += [r.cut.fields for r in self._plans.all() if r.cut is not None]
         self.cut = None
         self._plans.park(guard)
         if self._auto is not None:
@@ -922,6 +925,8 @@ class SkipEngine:
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
         fields = address(plan, call, plan.guard, code)
+        if fields in self._voided:
+            fields["apart"] = os.urandom(8).hex()
         plan.cut = self.cut = Cut(
             boundary=plan.boundary,
             tensors={n: plan.tensor_spec(slot).row for n, slot in plan.slots().items()},
@@ -929,7 +934,7 @@ class SkipEngine:
             dropped=frozenset(dropped - kept),
             tagged=frozenset(dropped | kept),
             read=frozenset(dropped.union(*(leaves[i] for i in plan.entered))),
-            fields=self._addresses.of(fields),
+            fields=fields,
             growth=plan.row_growth(),
             profile=plan.profile,
         )

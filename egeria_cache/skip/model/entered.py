@@ -17,7 +17,7 @@ from torch import nn
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import BatchTensor
-from egeria_cache.errors import BoundaryError, EgeriaError
+from egeria_cache.errors import BoundaryError
 from egeria_cache.skip.model.calls import same
 
 _WRAPPERS = frozenset(
@@ -135,18 +135,10 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def ordinary_arguments(model: nn.Module, batch: Any) -> list[Any]:
     """Return the arguments by place with which a loop would call a model: of a list or tuple the
     first parts, as many as the forward requires; anything else is the only one.
-
-    Raises:
-        EgeriaError: A list has too few parts.
     """
     if not isinstance(batch, tuple | list):
         return [batch]
     # Of the class: the instance's forward may be wrapped while a cache is attached.
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     required = sum(one.default is one.empty for one in parameters if one.kind in _POSITIONAL)
-    if required > len(batch):
-        raise EgeriaError(
-            f"{type(model).__name__}.forward requires {required} arguments, a batch has "
-            f"{len(batch)}"
-        )
     return list(batch[: max(1, required)])

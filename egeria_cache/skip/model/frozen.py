@@ -188,9 +188,6 @@ class FrozenPrefix:
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.modules.values())
 
-    def __len__(self) -> int:
-        return len(self.modules)
-
     def __enter__(self) -> FrozenPrefix:
         return self
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,30 +18,6 @@ from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes, kind
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import PrefixGuard
 from egeria_cache.skip.state.watch import hooks_of, watched_attributes
-
-_APART = "apart"
-
-
-class Addresses:
-    """Keeps apart what an address does not tell apart: a guard saw a change that is not in it.
-
-    A function in a table, say, has a name alone. No rows of the prefix as it was are served after
-    such a change: from then on each prefix with that address has a number of its own.
-    """
-
-    def __init__(self) -> None:
-        self._void: list[dict[str, Any]] = []
-        self._blind: list[dict[str, Any]] = []
-
-    def void(self, fields: Iterable[Mapping[str, Any]]) -> None:
-        """The prefix has changed, of which these are the addresses."""
-        self._void = [{k: v for k, v in one.items() if k != _APART} for one in fields]
-
-    def of(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return an address that no other prefix of this run had."""
-        if fields in self._void and fields not in self._blind:
-            self._blind.append(fields)
-        return fields | {_APART: os.urandom(8).hex()} if fields in self._blind else fields
 
 
 def prefix_tensors(plan: ReplayPlan) -> list[Named]:

@@ -228,12 +228,9 @@ class Scene:
         return self.values[mark]
 
     def let_go(self) -> None:
-        """Keep what was computed only as long as somebody keeps what stands for it."""
-        for mark in [*self.values]:
-            if mark is None or (known := mark()) is None:
-                del self.values[mark]
-            else:
-                weakref.finalize(known, self.values.pop, mark, None).atexit = False
+        """Keep of what was computed what somebody keeps a placeholder of."""
+        kept = (m for m in self.values if m is not None and m() is not None)
+        self.values = {mark: self.values[mark] for mark in kept}
 
     def _share(self) -> None:
         """Let what was given out lie in the memory of its like, as it is by now, if others do."""

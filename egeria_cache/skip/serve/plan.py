@@ -265,48 +265,45 @@ class PlanCache:
     """
 
     def __init__(self, kept: Iterable[ReplayPlan] = ()) -> None:
-        self._plans: dict[Key, list[ReplayPlan]] = {}
-        self.guards: list[PrefixGuard] = []
-        """What watches the prefix of any of them; two plans may share a guard."""
-        self._refused: set[Key] = set()
-        self._tried_again: set[Key] = set()
+        self._refused, self._tried_again = set[Key](), set[Key]()
         self._rest = 0
         """Calls that are not tried any more."""
         self._num_dry_runs = 0
-        self._parked: list[dict[Key, list[ReplayPlan]]] = []
+        self._parked = list[list[ReplayPlan]]()
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
         self._wait = _FIRST_WAIT
-        for plan in kept:
-            self.add(plan)
+        self._become(kept)
+
+    def _become(self, plans: Iterable[ReplayPlan]) -> None:
+        """There are other plans now."""
+        self._plans = list(plans)
+        self.guards = [plan.guard for plan in self._plans if plan.guard]
+        """What watches the prefix of any of them."""
+        for plan in self._plans:
+            plan.returned = self._settle
 
     def all(self) -> list[ReplayPlan]:
         """Return the plans for the prefix as it is now."""
-        return [plan for plans in self._plans.values() for plan in plans]
-
-    def _changed(self) -> None:
-        """There are other plans now."""
-        self.guards = list(dict.fromkeys(plan.guard for plan in self.all() if plan.guard))
+        return self._plans
 
     def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
         """Return those of one signature at one boundary."""
-        return [plan for plan in self._plans.get(key, ()) if plan.boundary == boundary]
+        return [plan for plan in self._plans if (plan.key, plan.boundary) == (key, boundary)]
 
     def find(
         self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
     ) -> ReplayPlan | None:
         """Return the plan for calls like this one, at `cut` or else at `boundary`."""
-        for plan in self._plans.get(key, ()):
+        for plan in self._plans:
             wanted = plan.boundary == boundary if cut is None else plan.cut is cut
-            if wanted and plan.fits(call):
+            if wanted and plan.key == key and plan.fits(call):
                 return plan
         return None
 
     def add(self, plan: ReplayPlan) -> None:
         """Take in a plan that was proved."""
-        self._plans.setdefault(plan.key, []).append(plan)
-        self._changed()
-        plan.returned = self._settle
+        self._become([*self._plans, plan])
 
     def _settle(self) -> None:
         """What the prefix's own run has left on its modules is no change: memoised tables, what its
@@ -322,8 +319,7 @@ class PlanCache:
 
     def drop(self, key: Key) -> None:
         """What was proved of calls of this signature does not hold."""
-        self._plans.pop(key, None)
-        self._changed()
+        self._become(plan for plan in self._plans if plan.key != key)
         self._refused.add(key)
 
     def may_try_again(self, key: Key) -> bool:
@@ -356,8 +352,7 @@ class PlanCache:
         It may return to what it was, or go on changing: then it is left alone for a while.
         """
         self._parked = [self._plans, *self._parked][:_MAX_PARKED]
-        self._plans = {}
-        self._changed()
+        self._become(())
         self._refused.clear()
         if not self._unpark():
             self._watch, self._rest = guard.anew(), self._wait
@@ -365,10 +360,9 @@ class PlanCache:
     def _unpark(self) -> bool:
         """Go back to plans that were proved for what the prefix is now, if there are any."""
         for parked in self._parked:
-            guards = [r.guard for plans in parked.values() for r in plans if r.guard]
-            if guards and all(guard.is_same() for guard in guards):
+            if parked and all(plan.guard and plan.guard.is_same() for plan in parked):
                 self._parked.remove(parked)
-                self._plans, self._watch = parked, None
-                self._changed()
+                self._watch = None
+                self._become(parked)
                 return True
         return False
