@@ -315,11 +315,8 @@ class Copier:
         return value if new is target else self._keep(value, weakref.ref(new))
 
     def _other(self, value: Any) -> Any:
-        if objects.leads_out(value):
-            return self._outside(value)
-        return value if is_foreign(value) else self._object(value)
-
-    def _outside(self, value: Any) -> Any:
+        if not objects.leads_out(value):
+            return value if is_foreign(value) else self._object(value)
         new: Any = Uncopied(f"{self._path()} ({type(value).__name__})")
         if isinstance(value, threading.local):
             new = self._keep(value, type(value)())

@@ -173,12 +173,6 @@ def iterator_copy(value: Any) -> Any:
     return itertools.count(*start_of(value)) if type(value) is itertools.count else value
 
 
-def runs_out(value: Any) -> bool:
-    """Whether it is an iterator of Python's own that may give something, and is not copied."""
-    is_ended = isinstance(value, types.GeneratorType) and value.gi_frame is None
-    return is_iterator(type(value)) and not is_ended and type(value) is not itertools.count
-
-
 def start_of(count: itertools.count[Any]) -> tuple[Any, ...]:
     """Return the next number that it gives, and the step."""
     found = literal_eval(repr(count)[len("count") :])

@@ -55,7 +55,7 @@ class Snapshot:
         self.alive: dict[int, Any] = {}
         """All that was looked at, by id."""
         self.used_up: str | None = None
-        """Name of an iterator that `runs_out`: nobody can put it back."""
+        """Name of an iterator that has something left to give: nobody can put it back."""
         pending = deque(roots)
         for place in held:
             pending += self._keep(place)
@@ -208,7 +208,9 @@ class Snapshot:
         is_far = self._reach.sketches and isinstance(value, Tensor) and not value.is_cpu
         whole = places.place_of(path, value, self._reach.max_items, 0 if is_far else self._left)
         if whole is None and objects.is_iterator(type(value)):
-            self.used_up = path if objects.runs_out(value) else self.used_up
+            is_ended = isinstance(value, types.GeneratorType) and value.gi_frame is None
+            if not (is_ended or type(value) is itertools.count):
+                self.used_up = path
             return
         if self._reach.sketches and (whole is None or isinstance(whole, places.Length)):
             whole = places.sketch_of(path, value)

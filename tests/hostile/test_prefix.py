@@ -430,6 +430,7 @@ def test_what_a_hook_of_the_front_holds_is_obeyed(run, hook):
 REGISTERS = {
     "forward": torch_module.register_module_forward_hook,
     "pre": torch_module.register_module_forward_pre_hook,
+    "partial": lambda hook: torch_module.register_module_forward_hook(functools.partial(hook)),
 }
 
 

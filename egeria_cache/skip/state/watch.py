@@ -400,8 +400,7 @@ def own_hooks(module: nn.Module) -> list[Any]:
 
 def global_hooks() -> list[Any]:
     """Return those that PyTorch calls for every module, but its own, which look on."""
-    hooks = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
-    return [hook for hook in hooks if not pystate.is_library(getattr(hook, "__module__", ""))]
+    return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values() if _is_users(hook)]
 
 
 def has_user_hooks(module: nn.Module) -> bool:
@@ -438,14 +437,9 @@ def _asks_for_training(function: FunctionType, depth: int = 2) -> bool:
     return False
 
 
-def _bare(hook: Any) -> Any:
+def _is_users(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
-    return hook
-
-
-def _is_users(hook: Any) -> bool:
-    hook = _bare(hook)
     owner = getattr(hook, "__self__", None)
     kind = type(owner) if owner is not None else hook if hasattr(hook, "__code__") else type(hook)
     return not pystate.is_library(getattr(kind, "__module__", None))
