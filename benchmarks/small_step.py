@@ -92,7 +92,7 @@ class Task:
         self.model.freeze(STOP)
         self.oracle = copy.deepcopy(self.model)
         self.cache = ActivationCache(self.model, directory, self.model.layers[STOP - 1])
-        self.engine = self.cache._engine
+        self.engine = self.cache.api.engine
         self.loader = EgeriaLoader(
             TensorDataset(self.images, self.targets), batch_size, shuffle=True, cache=self.cache
         )
@@ -104,9 +104,9 @@ class Task:
                 )
             ]
         self._optimizers = {id(m): self._optimizer(m) for m in (self.model, self.oracle)}
-        self.cache._status.policy._may_postpone = False
+        self.cache.api.policy._may_postpone = False
         # Here the gate measures and judges as always, and nothing follows from it.
-        vars(self.cache._status.policy)["step"] = self._measured(self.cache._status.policy.step)
+        vars(self.cache.api.policy)["step"] = self._measured(self.cache.api.policy.step)
         for _ in range(3):  # filled, then served until the gate has seen enough
             self.hits()
             self.cache.flush()

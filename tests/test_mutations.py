@@ -106,10 +106,10 @@ MUTATIONS = {
     ),
     "rows of a prefix that has changed are kept": Mutation(
         file="egeria_cache/cache/engine_callbacks.py",
-        old="""        log.log(level, "%s: cached activations are void", self._counters.passing)
-        self._views.void(lambda view: True, unlink=unlink)
+        old="""        log.log(level, "%s: cached activations are void", self.counters.passing)
+        self.views.void(lambda view: True, unlink=unlink)
 """,
-        new="""        log.log(level, "%s: cached activations are void", self._counters.passing)
+        new="""        log.log(level, "%s: cached activations are void", self.counters.passing)
 """,
         caught_by="tests/skip/test_skip.py tests/hostile/test_prefix_tensors.py",
     ),

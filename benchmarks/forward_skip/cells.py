@@ -110,7 +110,7 @@ def compression(
     cache: ActivationCache, loader: Any, bench: Bench, directory: Path
 ) -> tuple[int, dict[str, dict[str, float]]]:
     """Store some captured activations with each codec; raw bytes a sample, and per codec."""
-    view = cache.api.views(loader.source.key)[0]
+    view = cache.api.views.of(loader.source.key)[0]
     ids = list(range(min(16, len(bench.samples.rows))))
     read, _ = view.generation.get_batch(ids, variant=0)
     rows = {name: value for name, value in read.items() if name.startswith(ACTIVATION)}

@@ -33,9 +33,10 @@ def gate(bench: Bench, boundary: str, directory: Path, loop: Loop) -> dict[str, 
 
         for _ in range(3 * NUM_BATCHES + MAX_GATE_HITS):
             num_hits += step()
-            if num_hits == MAX_GATE_HITS or (num_hits and not cache.api.views(loader.source.key)):
+            views = cache.api.views.of(loader.source.key)
+            if num_hits == MAX_GATE_HITS or (num_hits and not views):
                 break
-        views = cache.api.views(loader.source.key)
+        views = cache.api.views.of(loader.source.key)
         why = cache.stats().gate
     return {
         "skips": bool(views),

@@ -1,5 +1,5 @@
-"""The state of a cache, which all sides of it share, and who moves the boundary. Written on the
-training thread.
+"""The state of a cache, beneath what its engine and its loaders ask, and who moves the boundary.
+Written on the training thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BoundaryMoved:
     """In words, for logs and history."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Status:
     """The state of one cache, which moves its engine's boundary: by the user, by a freeze
     controller, by the gate.
@@ -57,7 +57,7 @@ class Status:
     """Whether the model was cut under this boundary: it is no mistake of whoever set it."""
     num_moves: int = 0
     """How often the boundary, or the cut before it, has moved."""
-    uncached: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     """Loaders whose samples cannot be cached, and why."""
     together: dict[str, str] = field(default_factory=dict)
     """Loaders in whose batches not every leaf is the samples' own, and why."""
@@ -85,7 +85,7 @@ class Status:
         return not (
             self.is_closed
             or self.policy.mode == "never"
-            or loader_name in self.uncached
+            or loader_name in self.left_out
             or loader_name in self.policy.stopped
             or self.is_forked
         )
@@ -128,7 +128,7 @@ class Status:
         self.num_moves += 1
         self.is_proved = False
         self.told.discard(("the prefix changed",))
-        self.counters.counts.why_not = next(iter(self.uncached.values()), None)
+        self.counters.counts.why_not = next(iter(self.left_out.values()), None)
         self.policy.moved()
         if name is None:
             self.views.void(lambda view: True, unlink=not by_hand)

@@ -7,7 +7,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,20 +16,16 @@ from egeria_cache import arguments
 from egeria_cache.arguments import Codec, Gate, Padding
 from egeria_cache.augment import Operation, commutes
 from egeria_cache.batch import forget_trials
-from egeria_cache.cache.boundary import BoundaryMoved, Status
-from egeria_cache.cache.engine_callbacks import EngineCallbacks
+from egeria_cache.cache.boundary import BoundaryMoved
 from egeria_cache.cache.loader_api import LoaderApi
 from egeria_cache.device import device_of, runs_late
 from egeria_cache.errors import EgeriaError
 from egeria_cache.gate import CacheStats, ServingPolicy
-from egeria_cache.prefetch import ReaderThreads
 from egeria_cache.skip import RandomState, SkipEngine, inner_model, ordinary_arguments
 from egeria_cache.store import ActivationStore
 from egeria_cache.tables import size
 
 log = logging.getLogger("egeria")
-_PARTS = frozenset(("api", "_status", "_store", "_readers", "_engine"))
-"""What `_open` makes."""
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ActivationCache]]
 _ATTACHED = weakref.WeakKeyDictionary()
 
@@ -126,27 +121,21 @@ class ActivationCache:
         _close_other(self.model, self)
         settings: dict[str, Any] = self._settings
         model = self.model
-        self._store = ActivationStore(
+        store = ActivationStore(
             self.directory, limit=settings["limit"], codec=settings["codec"],
             force_network=settings["force_network"],
         )  # fmt: skip
         overlap = 0.95 if runs_late(device_of(model)) else 0.5
-        policy = ServingPolicy(settings["gate"], overlap, is_stored=self._store.was_used)
-        self._status = status = Status(policy)
-        self._readers = ReaderThreads()
-        host = EngineCallbacks(model, self._store, status, settings["audit_rate"])
-        self._engine = SkipEngine(
-            model, host,
+        policy = ServingPolicy(settings["gate"], overlap, is_stored=store.was_used)
+        self.api = LoaderApi(store, policy, settings["audit_rate"], settings["ring_batches"])
+        """What its loaders and its engine ask; no part of what a user needs."""
+        self.api.engine = engine = SkipEngine(
+            model, self.api,
             padding_unread=settings["padding"] == "unread", method=settings["method"],
         )  # fmt: skip
-        status.engine = self._engine
-        self.api = LoaderApi(
-            status, host, self._store, self._readers, settings["ring_batches"], self.stats
-        )
-        """What its loaders ask; no part of what a user needs."""
         forget_trials()
-        self._engine.attach()
-        _ATTACHED[self._engine.model] = weakref.ref(self)
+        engine.attach()
+        _ATTACHED[engine.model] = weakref.ref(self)
         try:
             self._move(*self._asked, "set by hand")
         except BaseException:
@@ -173,7 +162,7 @@ class ActivationCache:
         return loader
 
     def _move(self, boundary: str | None, by_hand: bool, reason: str) -> None:
-        self._status.move(boundary, by_hand=by_hand, reason=reason)
+        self.api.move(boundary, by_hand=by_hand, reason=reason)
         self._asked = boundary, by_hand
 
     def reopen(self) -> bool:
@@ -186,9 +175,9 @@ class ActivationCache:
         Raises:
             StoreError: The directory cannot be used.
         """
-        if "_status" not in self.__dict__:  # it was unpickled
+        if "api" not in self.__dict__:  # it was unpickled
             return self.api is not None
-        if self._status.is_closed or not self._status.is_forked:
+        if self.api.is_closed or not self.api.is_forked:
             return False
         self._shut()
         self._open()
@@ -197,7 +186,7 @@ class ActivationCache:
     @property
     def boundary(self) -> str | None:
         """Qualified name of the last frozen module; None if nothing is frozen."""
-        return self._status.boundary
+        return self.api.boundary
 
     def set_boundary(self, name: str | None) -> None:
         """Declare that everything up to and including this module is frozen; "auto": find it.
@@ -214,20 +203,7 @@ class ActivationCache:
 
     def stats(self) -> CacheStats:
         """Return the counts so far."""
-        status = self._status
-        voided = status.views.num_voided
-        counts = replace(status.counters.counts, boundary=status.boundary, voided=voided)
-        if status.is_forked:  # the store's locks may be held for ever
-            why = "this is a forked child of the process that made the cache; call cache.reopen()"
-            return replace(counts, why_not=why)
-        on_disk = self._store.stats()
-        return replace(
-            counts,
-            **{name: getattr(on_disk, name) for name in _ON_DISK},
-            saved_s=status.policy.saved_s(self._store.writer.work_s),
-            proof_s=status.policy.proof_s,
-            gate=status.policy.sentence(status.boundary),
-        )
+        return self.api.stats()
 
     def report(self) -> str:
         """Return `stats()` as text for people."""
@@ -259,10 +235,10 @@ class ActivationCache:
         Raises:
             EgeriaError: Nothing is frozen, or inputs or features are no batch of tensors.
         """
-        name = self._engine.frozen
+        name = self.api.engine.frozen
         if name is None:
             raise EgeriaError("nothing is frozen: set a boundary, and call the model once")
-        generators, model = RandomState.now(), self._engine.model
+        generators, model = RandomState.now(), self.api.engine.model
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()  # what runs beside the front would else note these samples, or draw
@@ -272,7 +248,7 @@ class ActivationCache:
                 raise EgeriaError("the model's first argument is no batch of numbers to augment")
             front = model.get_submodule(name)
             return commutes(
-                lambda inputs: self._engine.computed(inputs, *rest),
+                lambda inputs: self.api.engine.computed(inputs, *rest),
                 front, first, before, after or before, seed,
             )  # fmt: skip
         finally:
@@ -282,8 +258,8 @@ class ActivationCache:
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until what was handed to the writer is on disk."""
-        if not self._status.is_forked:  # whose writer is not there
-            self._store.flush(timeout_s=timeout_s)
+        if not self.api.is_forked:  # whose writer is not there
+            self.api.store.flush(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Give the model its own forward back, stop all threads, close the store. May be called
@@ -294,35 +270,35 @@ class ActivationCache:
         self._shut()
 
     def _shut(self) -> None:
-        self._status.is_closed = True
-        self._engine.detach()
-        self._status.views.clear()
-        if self._status.is_forked:
+        self.api.is_closed = True
+        self.api.engine.detach()
+        self.api.views.clear()
+        if self.api.is_forked:
             return  # threads and locks are the parent's
-        self._readers.close()
+        self.api.readers.close()
         self.api.note_epochs()
-        self._store.close()
+        self.api.store.close()
 
     def __repr__(self) -> str:
-        if "_status" not in self.__dict__:
+        if "api" not in self.__dict__:
             return f"ActivationCache(in {str(self.directory)!r}, not opened yet)"
         stats = self.stats()
         boundary = f"frozen up to {stats.boundary!r}" if stats.boundary else "nothing frozen"
-        closed = "closed, " if self._status.is_closed else ""
+        closed = "closed, " if self.api.is_closed else ""
         return (
             f"ActivationCache({closed}{boundary}, {stats.hits} of {stats.hits + stats.misses} "
             f"samples from the cache, {size(stats.bytes_on_disk)} in {str(self.directory)!r})"
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _PARTS:
+        if name != "api":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # Only now: while it was unpickled, its model need not have been complete.
         self._open()
-        return getattr(self, name)
+        return self.api
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
+        kept = {key: value for key, value in self.__dict__.items() if key != "api"}
         return kept | {"_attached": []}
 
     def __enter__(self) -> ActivationCache:
@@ -330,12 +306,6 @@ class ActivationCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_ON_DISK = (
-    "dropped_writes", "corrupt", "num_samples", "raw_bytes", "stored_bytes", "bytes_on_disk",
-    "limit_bytes",
-)  # fmt: skip
 
 
 def _check_kinds(model: Any, directory: Any, boundary: Any) -> None:
@@ -357,6 +327,6 @@ def _close_other(model: nn.Module, but: ActivationCache) -> None:
     """Close the cache that is attached to this model: a cell of a notebook was run again."""
     known = _ATTACHED.get(inner_model(model))
     other = None if known is None else known()
-    if other is not None and other is not but and not other._status.is_closed:
+    if other is not None and other is not but and not other.api.is_closed:
         log.info("%r is closed: its model is given to another cache", other)
         other.close()

@@ -8,7 +8,7 @@ from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from egeria_cache import samples
 from egeria_cache.attempt import place_of
@@ -16,7 +16,7 @@ from egeria_cache.batch import Batch, Entry
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
 from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
-from egeria_cache.gate import AuditPlan
+from egeria_cache.gate import AuditPlan, ServingPolicy
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import BatchContext, LoaderSource
 from egeria_cache.skip import MAX_CHAINS, Cut
@@ -34,23 +34,19 @@ LOCKED_AHEAD = 4
 their way to the writer or to the device. To lock pages later would have training wait for that."""
 
 
-class EngineCallbacks:
+class EngineCallbacks(Status):
     """Implements `SkipHost` for one model: opens generations for cuts, stores, audits.
 
     Args:
-        model: The model.
         store: Where captured rows go.
-        status: Of the cache.
+        policy: Whether serving pays.
         audit_rate: Fraction of the hits to be recomputed.
     """
 
-    def __init__(
-        self, model: nn.Module, store: ActivationStore, status: Status, audit_rate: float
-    ) -> None:
-        self._model, self._store, self._status = model, store, status
-        self._views, self._policy, self.idle = status.views, status.policy, status.policy.idle
-        self._counters, self._counts = status.counters, status.counters.counts
-        self.called = status.counters.model_called
+    def __init__(self, store: ActivationStore, policy: ServingPolicy, audit_rate: float) -> None:
+        super().__init__(policy)
+        self.store, self.idle = store, policy.idle
+        self._counts, self.called = self.counters.counts, self.counters.model_called
         self._audits = AuditPlan(audit_rate)
         self.audited = self._audits.choose
         self._opened: dict[str, set[int]] = {}
@@ -59,17 +55,17 @@ class EngineCallbacks:
     @property
     def is_idle(self) -> bool:
         """Whether the batches of all loaders come plain, for nothing is proved as yet."""
-        return self._policy.is_idle
+        return self.policy.is_idle
 
     # ---- a cut, and what is captured at it ------------------------------------------------------
 
     def cut_found(self, batch: Batch, cut: Cut) -> None:
         """The model was cut for this batch's loader: open the generation that belongs to it."""
         context: BatchContext = batch.context
-        name, status = batch.loader_name, self._status
-        status.is_proved = True
-        self._counters.goes_on()
-        if not status.may_store(name):
+        name = batch.loader_name
+        self.is_proved = True
+        self.counters.goes_on()
+        if not self.may_store(name):
             return
         found = self._open(batch, cut)
         if isinstance(found, str):
@@ -77,11 +73,11 @@ class EngineCallbacks:
             return
         self._look_at_arguments(batch, cut)
         # What was made since holds rows of this run, and of its other ranks.
-        if found.created < status.since and found.totals.raw_bytes:
+        if found.created < self.since and found.totals.raw_bytes:
             self._audits.doubted.add((name, id(cut)))
         sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
-        lock_ahead(LOCKED_AHEAD * sizes, device_of(self._model))
-        self._views.add(
+        lock_ahead(LOCKED_AHEAD * sizes, device_of(self.engine.model))
+        self.views.add(
             View(
                 loader_name=name,
                 cut=cut,
@@ -89,7 +85,7 @@ class EngineCallbacks:
                 structure=context.structure,
                 rows=context.metas,
                 kept=self._kept_beside(batch, cut),
-                device=next(iter(cut.devices.values()), device_of(self._model)),
+                device=next(iter(cut.devices.values()), device_of(self.engine.model)),
                 constants=context.constants,
                 counts=frozenset(context.source.counts),
                 padding=None if batch.lengths is None else batch.lengths.padding,
@@ -101,26 +97,26 @@ class EngineCallbacks:
         ids, draws = list(batch.ids), batch.context.source.stored_as(batch.draws)
         before = [
             view.cut.fields["arguments"]
-            for view in self._views.of(batch.loader_name)
+            for view in self.views.of(batch.loader_name)
             if view.cut is not cut and view.contains(ids, draws).any()
         ]
         now = cut.fields["arguments"]
         other = [key for key in now if len({repr(one.get(key)) for one in (now, *before)}) > 2]
         if not other or self._counts.hits:
             return
-        self._counters.passing = self._counts.why_not = (
+        self.counters.passing = self._counts.why_not = (
             f"the frozen front reads {other[0]}, which has another value each time its samples "
             "come: what is stored is not served. Give it to what lies behind the boundary"
         )
-        if self._status.is_news("arguments"):
-            log.warning("nothing is served: %s", self._counters.passing)
+        if self.is_news("arguments"):
+            log.warning("nothing is served: %s", self.counters.passing)
 
     def _kept_beside(self, batch: Batch, cut: Cut) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
         context: BatchContext = batch.context
         if context.source.loads_hits:
             return {PRINT: Tensor}
-        if batch.loader_name in self._status.together:
+        if batch.loader_name in self.together:
             return {}
         kinds: dict[str, type] = dict.fromkeys(context.metas, Tensor)
         kinds |= {path: type(leaf) for path, leaf in batch.leaves.items()}
@@ -131,7 +127,7 @@ class EngineCallbacks:
         source = batch.context.source
         if not source.look_at_draws(batch, cut.read):
             return
-        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        self.views.void(lambda view: view.loader_name == source.key, unlink=False)
         if source.is_steady:
             log.info(
                 "loader %r: its samples draw random numbers (%s), which change nothing that the "
@@ -146,7 +142,7 @@ class EngineCallbacks:
             self.leave_uncached(source.key, why, unlink=True)
             return
         source.unsettle()
-        self._views.void(lambda view: view.loader_name == source.key, unlink=False)
+        self.views.void(lambda view: view.loader_name == source.key, unlink=False)
         self.open_again(source.key)
 
     def open_again(self, loader_name: str) -> None:
@@ -164,14 +160,14 @@ class EngineCallbacks:
             reason = source.fingerprint.why_not
         if reason is not None:
             return reason
-        return self._store.open_generation(
+        return self.store.open_generation(
             {**cut.fields, **source.fields},
             num_expected=len(source.dataset) * (source.draws.kept if source.is_random else 1),
         )
 
     def _restless(self, batch: Batch, cut: Cut) -> str | None:
         """Say so if the loop does something else to every batch: nothing stored would come back."""
-        views = self._views.of(batch.loader_name)
+        views = self.views.of(batch.loader_name)
         cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
         # What it did to each of the model's inputs since the loader.
         chains = {tuple(leaf["operations"] for leaf in c.fields["inputs"].values()) for c in cuts}
@@ -190,20 +186,20 @@ class EngineCallbacks:
         """Store fresh activations of the masked rows (None: all)."""
         if batch.context.is_outdated:
             return  # it was loaded from data that are others by now
-        if self._status.is_forked:
-            self._counters.tell(_FORKED, "nothing is cached here: %s")
+        if self.is_forked:
+            self.counters.tell(_FORKED, "nothing is cached here: %s")
             return
-        view, opened = self._views.at(batch.loader_name, cut), self._opened.get(batch.loader_name)
+        view, opened = self.views.at(batch.loader_name, cut), self._opened.get(batch.loader_name)
         if opened is not None and id(cut) not in opened:
             opened.add(id(cut))
             if view is None:
                 self.cut_found(batch, cut)
-                view = self._views.at(batch.loader_name, cut)
+                view = self.views.at(batch.loader_name, cut)
         if view is None or not self._fits(view, batch) or not self._is_told(batch, cut):
             return
         entry = batch.entry
         if entry is not None and entry.cut is not cut and not entry.was_used:
-            self._views.prefer(view)  # autocast was on for a while, say, and is off again
+            self.views.prefer(view)  # autocast was on for a while, say, and is off again
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
         ids, draws = [*compress(batch.ids, mask)], source.stored_as(batch.draws[mask])
@@ -225,14 +221,14 @@ class EngineCallbacks:
         whether they are stored.
         """
         source = batch.context.source
-        if source.study.made and self._status.is_news("made", batch.loader_name):
+        if source.study.made and self.is_news("made", batch.loader_name):
             log.warning(
                 "loader %r: the collate_fn makes leaf %s of a sample from its company, or draws "
                 "random numbers: batches are loaded whole in every epoch, and only the front's work"
                 " is spared. Make it in the data set or behind the loader", source.name,
                 ", ".join(map(repr, sorted(source.study.made))),
             )  # fmt: skip
-        if not source.is_random or not self._status.is_news("random", batch.loader_name):
+        if not source.is_random or not self.is_news("random", batch.loader_name):
             return True
         if source.why_not_served is not None:
             self.leave_uncached(batch.loader_name, source.why_not_served)
@@ -267,14 +263,14 @@ class EngineCallbacks:
     def entry_at(self, batch: Batch, cut: Cut) -> Entry | None:
         """Look for a whole batch at another cut than it was planned for, and plan for that one."""
         planned = batch.entry
-        view = self._views.at(batch.loader_name, cut)
+        view = self.views.at(batch.loader_name, cut)
         if view is None or not isinstance(planned, PlannedEntry) or not planned.hit.all():
             return None
         located = view.generation.locate(planned.ids, variant=planned.draws)
         entry = PlannedEntry(view, planned.number, planned.ids, planned.draws, located)
         if entry.num_misses:
             return None
-        self._views.prefer(view)
+        self.views.prefer(view)
         entry.on_load, planned.on_load = planned.on_load, None
         entry.lengths, entry.whole = planned.lengths, planned.whole
         return entry
@@ -321,9 +317,9 @@ class EngineCallbacks:
             unlink: Whether rows of the new one may have been stored as rows of the old one.
             give_up: Why nothing is stored for this loader any more, if so.
         """
-        if loader_name in self._status.uncached:
+        if loader_name in self.left_out:
             return
-        self._views.void(
+        self.views.void(
             lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=True
         )
         if give_up:
@@ -339,11 +335,11 @@ class EngineCallbacks:
 
     def leave_uncached(self, loader_name: str, reason: str, *, unlink: bool = False) -> None:
         """Cache nothing for this loader, and say why, once; and what an audit has found."""
-        if loader_name in self._status.uncached and not unlink:
+        if loader_name in self.left_out and not unlink:
             return
-        self._status.uncached[loader_name] = self._counts.why_not = reason
+        self.left_out[loader_name] = self._counts.why_not = reason
         log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
-        self._views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
+        self.views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
 
     def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """A weight of the prefix moved behind our back: nothing stored may be served any more.
@@ -351,24 +347,24 @@ class EngineCallbacks:
         What is on disk stays, under the address of the weights it was computed with, unless that
         was seen late (`unlink`).
         """
-        self._counters.passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
+        self.counters.passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
         # A prefix that goes on changing is not news.
-        is_news = self._status.is_news("the prefix changed")
+        is_news = self.is_news("the prefix changed")
         level = logging.WARNING if is_news else logging.INFO
-        log.log(level, "%s: cached activations are void", self._counters.passing)
-        self._views.void(lambda view: True, unlink=unlink)
+        log.log(level, "%s: cached activations are void", self.counters.passing)
+        self.views.void(lambda view: True, unlink=unlink)
 
     def thawed(self, name: str, cut: str | None) -> None:
         """A part of the prefix is trained from now on; from there on nothing is served."""
         where = f"the model is cut after {cut!r} instead" if cut else "it is computed whole"
         reason = f"{name!r}, which was frozen, is trained again: {where}"
-        self._counters.passing, self._counts.why_not = reason, None if cut else reason
-        log.log(logging.WARNING if self._status.set_by_hand else logging.INFO, reason)
-        self._views.void(lambda view: True, unlink=False)
+        self.counters.passing, self._counts.why_not = reason, None if cut else reason
+        log.log(logging.WARNING if self.set_by_hand else logging.INFO, reason)
+        self.views.void(lambda view: True, unlink=False)
 
     def uncached(self, reason: str, remedy: str) -> None:
         """The model is called, and nothing can be served or stored: say what came instead."""
-        if self._counts.why_not in self._status.uncached.values():
+        if self._counts.why_not in self.left_out.values():
             return  # why a loader's batches do not know their samples has been named
         if self._leave_together() or self._counts.why_not is not None:
             return  # whatever it is, it came first
@@ -377,28 +373,28 @@ class EngineCallbacks:
 
     def _leave_together(self) -> bool:
         """What the front reads is not the samples' own: cache such loaders no more, if any."""
-        left = self._status.together.items() - self._status.uncached.items()
+        left = self.together.items() - self.left_out.items()
         for name, why in left:
             self.leave_uncached(name, why)
         return bool(left)
 
     def unproved(self, reason: str) -> None:
         """What is stored is not served as long as something has not been shown: say so, once."""
-        if self._status.is_news(reason):
+        if self.is_news(reason):
             log.warning(reason)
-        self._counters.passing = self._counts.why_not = reason
+        self.counters.passing = self._counts.why_not = reason
 
     def refused(self, error: BoundaryError, *, at_first: bool = False) -> None:
         """The model cannot be cut here; where it could be before, that is no error of training."""
-        if str(error) in self._status.together.values():
+        if str(error) in self.together.values():
             self._leave_together()
             return
         self._counts.why_not = str(error)
-        by_hand = self._status.set_by_hand and not self._status.is_proved
+        by_hand = self.set_by_hand and not self.is_proved
         if at_first and by_hand and not isinstance(error, BatchError | ParallelError):
             raise error
         # Other batches may be refused for the same reason, by other figures.
-        if self._status.is_news(self._status.boundary, str(error).translate(_FIGURES)):
+        if self.is_news(self.boundary, str(error).translate(_FIGURES)):
             log.warning("training goes on uncached: %s", error)
 
     def failed(self, error: Exception, batch: Batch | None = None) -> None:
@@ -407,14 +403,14 @@ class EngineCallbacks:
             self.failed_for(batch.loader_name, error)
             return
         self._counts.failures += 1
-        if self._status.is_news(_cause(error)):
+        if self.is_news(_cause(error)):
             self._counts.why_not = _told(error)
             log.warning("calls of the model are computed: %s", _told(error))
 
     def failed_for(self, loader_name: str, error: Exception) -> None:
         """What is done beside the loop with a loader's batches went wrong: it is cached no more."""
         self._counts.failures += 1
-        self._status.is_news(_cause(error))
+        self.is_news(_cause(error))
         self.leave_uncached(loader_name, _told(error))
 
     def postpones(self, batch: Batch) -> Literal["timed", "plain"] | None:
@@ -427,42 +423,42 @@ class EngineCallbacks:
             return "plain"
         if batch.context.task.seed != source.seed:
             return "plain"  # it was loaded in a thread of which nobody knew whether it trains
-        schedule = self._policy.schedules.get(name)
+        schedule = self.policy.schedules.get(name)
         if schedule is None or schedule.wants_timing:
             return None if schedule is None else "timed"
         schedule.padded, schedule.hits = batch.lengths is not None, source.served
         why = schedule.why_not()
         if why is None:
             return None
-        self._policy.idle[name] = why
-        if self._status.is_news("postponed", name):
+        self.policy.idle[name] = why
+        if self.is_news("postponed", name):
             log.info("loader %r is computed as yet: %s", shown_name(name), why)
         return "plain"
 
     def timed(self, batch: Batch, front_s: float, forward_s: float) -> None:
         """A batch was computed plainly: its frozen front, and all of the model, took so long."""
-        schedule = self._policy.schedules[batch.loader_name]
+        schedule = self.policy.schedules[batch.loader_name]
         schedule.fronts.append(front_s)
         schedule.forwards.append(forward_s)
         self.postpones(batch)  # the next one comes plain, if so
 
     def is_refused(self) -> bool:
         """Whether what loaders give cannot be cached, and nothing was."""
-        return bool(self._status.uncached) and not self._views.everywhere()
+        return bool(self.left_out) and not self.views.everywhere()
 
     def note(self, kind: str, seconds: float) -> None:
         """What is done beside calls of the model has taken time; or it is compiled whole."""
-        boundary = self._status.boundary
+        boundary = self.boundary
         if kind == "audit":
             self._audits.cost_s += seconds
         elif kind == "proof":
-            self._policy.proof_s += seconds
+            self.policy.proof_s += seconds
         elif kind == "beside":
-            self._policy.unnoted_s += seconds
+            self.policy.unnoted_s += seconds
         elif boundary is not None:
-            self._counters.is_compiled = True
+            self.counters.is_compiled = True
             why = str(BoundaryError.compiled_whole(boundary))
-            self._counters.tell(why, "what is compiled goes uncached: %s")
+            self.counters.tell(why, "what is compiled goes uncached: %s")
 
 
 def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.cache.boundary import Status, shown_name
+from egeria_cache.cache.boundary import shown_name
 from egeria_cache.cache.engine_callbacks import EngineCallbacks
 from egeria_cache.errors import StoreError
-from egeria_cache.gate import CacheStats, Kind
+from egeria_cache.gate import CacheStats, Kind, ServingPolicy
 from egeria_cache.prefetch import PlannedEntry, ReaderThreads, View
 from egeria_cache.samples import Clock, LoaderSource
 from egeria_cache.store import ROOT_FORMAT, ActivationStore, read_json, write_json
@@ -50,60 +50,44 @@ MAX_ALIKE = 4
 """Loaders of one name whose views are kept; scripts make one for every evaluation."""
 
 
-class LoaderApi:
-    """One cache as its loaders see it. A loader is named by its `LoaderSource.key`."""
+class LoaderApi(EngineCallbacks):
+    """One cache as its loaders see it. A loader is named by its `LoaderSource.key`.
+
+    Args:
+        store: As for `EngineCallbacks`, like the next two.
+        policy: Whether serving pays.
+        audit_rate: Fraction of the hits to be recomputed.
+        ring_batches: How many mini-batches are read ahead.
+    """
 
     def __init__(
-        self,
-        status: Status,
-        host: EngineCallbacks,
-        store: ActivationStore,
-        readers: ReaderThreads,
-        ring_batches: int,
-        stats: Callable[[], CacheStats],
+        self, store: ActivationStore, policy: ServingPolicy, audit_rate: float, ring_batches: int
     ) -> None:
+        super().__init__(store, policy, audit_rate)
         self.ring_batches = ring_batches
-        """How many mini-batches are read ahead."""
+        self.readers = ReaderThreads()
+        """The threads that read ahead, shared by all loaders."""
         self._num_calls, self._num_unseen = 0, 0
         """Calls of the model when a batch was yielded last, and batches since without one."""
         self._stepped: deque[bool] = deque(maxlen=1)
         """Not empty if an optimizer has stepped since: this is no pass for statistics."""
         self._steps: Callable[[], object] | None = None
-        self._directory = directory = store.directory
         self._clocks: dict[str, Clock] = {}
         """Where random draws stand, by note: a note that cannot be written stops none of them."""
-        self._status = status
-        self.engine = status.engine
-        self._host = host
         self._num_unlike = 0
         """Loaders that have begun without anything of others to adopt."""
-        self.policy = status.policy
         with contextlib.suppress(OSError, StoreError):
-            noted = read_json(directory / _EPOCHS, ROOT_FORMAT).items()
-            self.policy.num_epochs |= {name: num for name, num in noted if type(num) is int}
-        self.counters = status.counters
-        self.readers = readers
-        """The threads that read ahead, shared by all loaders."""
-        self._stats = stats
-        self.views = status.views.of
-        """The generations a loader's samples may be read from now, deepest boundary first."""
-        self.draws_count, self.data_changed = host.draws_count, host.data_changed
-        self.leave_uncached = host.leave_uncached
-        self.writer = store.writer
-        """Is told whether what is stored is not read soon: it is then written in larger groups."""
-        self.uncached = status.uncached
-        """Loaders whose samples cannot be cached, and why."""
-        self.may_store = status.may_store
-        """Whether what the model computes for a loader may be stored."""
+            noted = read_json(store.directory / _EPOCHS, ROOT_FORMAT).items()
+            policy.num_epochs |= {name: num for name, num in noted if type(num) is int}
 
     @property
-    def boundary(self) -> str | None:
-        """The last frozen module; None if nothing is; "auto" until the first call finds it."""
-        return "auto" if self._status.is_sought else self._status.boundary
+    def is_asked(self) -> bool:
+        """Whether something is frozen, or the first call is to find whether it is."""
+        return self.is_sought or self.boundary is not None
 
     def beside(self, loader_name: str) -> Attempt:
         """Do something beside the loop: if it goes wrong, the loader is cached no more."""
-        return Attempt(partial(self._host.failed_for, loader_name))
+        return Attempt(partial(self.failed_for, loader_name))
 
     def outlook(self, source: LoaderSource) -> tuple[Sequence[View], bool | None]:
         """Return what a loader may read at the moment, deepest first, and whether all generators
@@ -115,7 +99,7 @@ class LoaderApi:
             return (), False
         if self.counters.is_compiled:
             return (), True
-        return self.views(source.key), True
+        return self.views.of(source.key), True
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""
@@ -124,17 +108,17 @@ class LoaderApi:
 
     def _note(self, name: str, content: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError, StoreError):
-            write_json(self._directory / name, {**content, "format": ROOT_FORMAT})
+            write_json(self.store.directory / name, {**content, "format": ROOT_FORMAT})
 
     def adopt(self, source: LoaderSource) -> None:
         """Let a new loader read from its first batch on what others of its name have stored, if the
         data are the same: an evaluation that makes its loader anew, say.
         """
-        if self._status.boundary is None or self._status.is_forked or self.views(source.key):
+        if self.boundary is None or self.is_forked or self.views.of(source.key):
             return
         name = shown_name(source.key)
-        alike = [v for v in self._status.views.everywhere() if shown_name(v.loader_name) == name]
-        if not alike or source.key in self.uncached:
+        alike = [v for v in self.views.everywhere() if shown_name(v.loader_name) == name]
+        if not alike or source.key in self.left_out:
             return
         fields = source.fields
         for view in reversed(alike):
@@ -143,16 +127,16 @@ class LoaderApi:
             if all(theirs.get(key) == fields.get(key) for key in asked):
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
-                self._status.views.add(replace(view, loader_name=source.key))
-        self._num_unlike += not self.views(source.key)
+                self.views.add(replace(view, loader_name=source.key))
+        self._num_unlike += not self.views.of(source.key)
         if self._num_unlike == MAX_UNLIKE and not self.counters.counts.hits:
-            self._host.uncached(_UNLIKE, "Let a sampler choose from one data set, of one loader")
+            self.uncached(_UNLIKE, "Let a sampler choose from one data set, of one loader")
         for key in list(dict.fromkeys(view.loader_name for view in alike))[:-MAX_ALIKE]:
-            self._status.views.forget(key)  # it asks again when it begins another pass
+            self.views.forget(key)  # it asks again when it begins another pass
 
     def note_pass(self, source: LoaderSource, clock: Clock) -> None:
         """All samples of a loader have been passed: note where the next pass stands."""
-        if source.is_random and self.views(source.key):
+        if source.is_random and self.views.of(source.key):
             name, draws = _note_of(source)
             self._clocks[name] = after = Clock(clock.tick + 1, clock.since)
             self._note(name, {**draws, "tick": after.tick, "since": after.since})
@@ -161,10 +145,10 @@ class LoaderApi:
         """Return where a loader's first pass stands; None if nobody has passed its samples, or if
         they are not random.
         """
-        if not self._clocks and not any(self._directory.glob(f"{NOTE}draws-*")):
+        if not self._clocks and not any(self.store.directory.glob(f"{NOTE}draws-*")):
             return None  # a fingerprint takes time
         name, _ = _note_of(source)
-        return self._clocks.get(name) or next(_clocks(self._directory, name), (None, None))[0]
+        return self._clocks.get(name) or next(_clocks(self.store.directory, name), (None, None))[0]
 
     def load_together(self, source: LoaderSource, why: str) -> None:
         """A sample's leaves are not all its own: the loader's batches are loaded whole from now on.
@@ -174,26 +158,26 @@ class LoaderApi:
             why: What is said if it turns out that the front reads the others.
         """
         source.study.load_together(why)
-        self._status.together[source.key] = why
+        self.together[source.key] = why
         self.padding_found(source.key)
 
     def padding_found(self, loader_name: str) -> None:
         """The loader's samples are padded, or have less as their own than was known: what is stored
         is void, and stored anew.
         """
-        self._status.views.void(lambda view: view.loader_name == loader_name, unlink=True)
-        self._host.open_again(loader_name)
+        self.views.void(lambda view: view.loader_name == loader_name, unlink=True)
+        self.open_again(loader_name)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples, in whichever call; None for all."""
         found: frozenset[str] | None = None
-        for view in self.views(loader_name):
+        for view in self.views.of(loader_name):
             found = view.cut.tagged | (found or frozenset())
         return found
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
-        boundary = self._status.boundary
+        boundary = self.boundary
         if boundary is None or not entry.serves_most or self.policy.mode != "auto":
             return False
         return self.policy.timers[entry.view.loader_name, boundary].wants_control()
@@ -211,20 +195,19 @@ class LoaderApi:
 
     def begins(self, loader_name: str, epoch: int, num_batches: int | None) -> None:
         """A loader's pass begins."""
-        if self._status.boundary is not None or self._status.is_sought:
+        if self.is_asked:
             self.policy.begins(loader_name, epoch, num_batches)
             self.engine.stand_in()
             self.engine.is_awaited = False
 
     def took_beside(self, seconds: float) -> None:
         """What the cache asks for between two passes took so long: it belongs to no step."""
-        if self._status.boundary is not None:
+        if self.boundary is not None:
             self.policy.beside_s += seconds
 
     def is_plain(self, loader_name: str) -> bool:
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
-        status = self._status
-        return loader_name in self.policy.idle or not (status.is_sought or status.boundary)
+        return loader_name in self.policy.idle or not self.is_asked
 
     def count_yielded(self) -> None:
         """Note that a batch was yielded which the model should see, if something is trained.
@@ -233,7 +216,7 @@ class LoaderApi:
         does one while a trainer collects batches before it uses any.
         """
         calls, counts = self.counters.num_calls, self.counters.counts
-        if self._status.is_closed:
+        if self.is_closed:
             self.counters.tell(_CLOSED)
         elif self.engine.is_aside or not self.engine.scout.is_done:
             self.engine.look_out()
@@ -263,11 +246,10 @@ class LoaderApi:
         is_control: bool = False,
     ) -> None:
         """Note what a whole training step cost, and stop skipping where it does not pay."""
-        status, policy = self._status, self.policy
-        boundary = status.boundary
+        policy, boundary = self.policy, self.boundary
         if boundary is None or not num_samples:
             return
-        view = entry.view if entry is not None else next(iter(self.views(loader_name)), None)
+        view = entry.view if entry is not None else next(iter(self.views.of(loader_name)), None)
         if view is None and not self.may_store(loader_name):
             return
         kind: Kind
@@ -278,15 +260,30 @@ class LoaderApi:
         why = policy.step(loader_name, boundary, kind, seconds, num_samples)
         if why is not None:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)
-            status.views.void(lambda view: view.loader_name == loader_name, unlink=False)
+            self.views.void(lambda view: view.loader_name == loader_name, unlink=False)
         elif policy.seeks_cut and kind != "served" and view is not None:
-            status.look_earlier(view.cut)
+            self.look_earlier(view.cut)
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far."""
+        counts = replace(self.counters.counts, boundary=self.boundary, voided=self.views.num_voided)
+        if self.is_forked:  # the store's locks may be held for ever
+            why = "this is a forked child of the process that made the cache; call cache.reopen()"
+            return replace(counts, why_not=why)
+        on_disk = asdict(self.store.stats()).items()
+        return replace(
+            counts,
+            **{name: value for name, value in on_disk if hasattr(counts, name)},
+            saved_s=self.policy.saved_s(self.store.writer.work_s),
+            proof_s=self.policy.proof_s,
+            gate=self.policy.sentence(self.boundary),
+        )
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO."""
         if self.boundary is None or not log.isEnabledFor(logging.INFO):
             return
-        stats = self._stats()
+        stats = self.stats()
         log.info(
             "epoch %d of %r: boundary %s, %.0f %% hits so far, %.1f s saved, %s on disk%s",
             epoch, loader_name, stats.boundary, 100 * stats.hit_rate, stats.saved_s,

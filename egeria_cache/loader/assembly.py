@@ -57,7 +57,7 @@ class Assembly:
     def assemble(self, plan: Plan, loaded: Loaded) -> Any:
         """Return the batch: `loaded` holds the collated misses, if there are any."""
         is_whole = plan.entry is None or plan.loads_hits
-        if plan.entry is None and self.cache.boundary is None:
+        if plan.entry is None and not self.cache.is_asked:
             return loaded.data
         with self.beside:
             return self._assembled(plan, loaded)
@@ -107,7 +107,7 @@ class Assembly:
     def _tag(self, plan: Plan, loaded: Loaded) -> Any:
         """Return a fully loaded batch whose tensors know their samples."""
         source, size = self._source, len(plan.task.ids)
-        if self.cache.is_plain(source.key) or source.key in self.cache.uncached:
+        if self.cache.is_plain(source.key) or source.key in self.cache.left_out:
             self._count(plan)
             return loaded.data
         structure, leaves = flatten(loaded.data, size)
@@ -251,7 +251,7 @@ class Assembly:
         control = plan.control
         if control is None or (control.num_misses and self._source.served == 1):
             return True
-        return control.view not in self.cache.views(self._source.key)[:1]
+        return control.view not in self.cache.views.of(self._source.key)[:1]
 
     def _measured(self, plan: Plan, loaded: Loaded) -> np.ndarray:
         """Return the lengths of loaded samples, int64, shape (B, axes).

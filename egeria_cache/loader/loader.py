@@ -252,7 +252,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         if not at_end:
             if what is None and not self._changed_midway and self._num_changes:
                 counts = self.cache.api.counters.counts
-                counts.why_not = self.cache.api.uncached.get(self.source.key)
+                counts.why_not = self.cache.api.left_out.get(self.source.key)
                 self._num_changes = 0
             self._changed_midway = False
         if what is not None:
@@ -295,7 +295,7 @@ class EgeriaLoader(ResumableLoader[T_co]):
         The first pass of a run that begins frozen goes on with the draws of the runs before it.
         """
         api = None if self.cache is None else self.cache.api
-        if api is None or api.boundary is None or self.source.key in api.uncached:
+        if api is None or not api.is_asked or self.source.key in api.left_out:
             return last.ahead or 0, epoch + (last.ahead or 0)
         known, ahead = None, last.ahead or 0
         with api.beside(self.source.key):

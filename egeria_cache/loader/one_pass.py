@@ -98,7 +98,7 @@ class Pass:
 
     def _end(self) -> None:
         if self._cache is not None:
-            self._cache.writer.gather(False)
+            self._cache.store.writer.gather(False)
         self._source.end_pass()
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ class Pass:
                 if not self._is_beside():
                     self._loader._ask_data_again(at_end=True)
                 clock, cache = self._progress.clock, self._cache
-                if cache is not None and cache.boundary is not None:
+                if cache is not None and cache.is_asked:
                     cache.note_pass(self._loader.source, clock)
                     cache.log_epoch(self._loader.name, self._progress.epoch)
                 elif cache is not None:  # one that is set from now on begins with the next draws
@@ -161,8 +161,9 @@ class Pass:
         if (cache := self._cache) is None:
             self._progress.count()
             return loaded.data
-        if cache.writer.gathers != self._planner.is_midway:  # whether the next look-ups are far
-            cache.writer.gather(self._planner.is_midway)
+        # Whether the next look-ups are far.
+        if cache.store.writer.gathers != self._planner.is_midway:
+            cache.store.writer.gather(self._planner.is_midway)
         is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
         if is_due and not cache.is_beside(self._source):
             with self._beside:

@@ -230,7 +230,9 @@ class Planner:
         draws, start = source.draws_at(ids, self.clock), 0
         # Where something may be read, more may be stored.
         studies = bool(views) or (
-            not (seeds_all is None or cache is None or cache.boundary is None)
+            seeds_all is not None
+            and cache is not None
+            and cache.is_asked
             and cache.may_store(source.key)
         )
         together = studies and source.study.company is not None

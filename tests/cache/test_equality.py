@@ -90,7 +90,7 @@ def test_a_boundary_that_moves_back_lets_go_of_what_lies_beyond(tmp_path):
     with cached(tmp_path, "layer2") as (model, cache):
         loader = EgeriaLoader(Images(16), 8, cache=cache)
         train_steps(model, loader, sgd(model))
-        (stored,) = cache.api.views(loader.source.key)
+        (stored,) = cache.api.views.of(loader.source.key)
         freeze(model, "layer1")
         cache.set_boundary("layer1")
         model.train()

@@ -72,7 +72,7 @@ def test_caches_leave_no_descriptor_thread_or_lock(tmp_path, count, close):
     assert not any(in_use_elsewhere(path) for path in tmp_path.glob("cache-*/gen-*"))
 
 
-@pytest.mark.parametrize("part", ["_engine.detach", "_readers.close", "_store.close"])
+@pytest.mark.parametrize("part", ["engine.detach", "readers.close", "store.close"])
 def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch, part):
     model = frozen_net()
     cache = ActivationCache(model, tmp_path / "cache", "layer1", gate="always")
@@ -84,7 +84,7 @@ def test_an_interrupted_close_is_finished_by_the_next(tmp_path, monkeypatch, par
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(getattr(cache, owner), method, interrupt)
+        patched.setattr(getattr(cache.api, owner), method, interrupt)
         with pytest.raises(KeyboardInterrupt):
             cache.close()
     cache.close()

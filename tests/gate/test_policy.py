@@ -234,7 +234,7 @@ def test_an_activation_that_grew_is_cut_before_it_grew(tmp_path, monkeypatch):
             )
             assert cache.boundary == "layer2"
             if gate == "auto":
-                assert cache.api.views(loader.source.key)[0].cut.boundary == "layer1"
+                assert cache.api.views.of(loader.source.key)[0].cut.boundary == "layer1"
                 assert cache.stats().hits >= 2 * 96
                 assert "cut at 'layer1', whose output is smaller" in cache.stats().gate
     assert results[0] == results[1]

@@ -96,4 +96,4 @@ def assert_same(cached, computed):
 
 def kill_writer(cache):
     """Make the writer thread die of an error of its own at its next batch."""
-    cache._store.writer._next = lambda: 1 / 0
+    cache.api.store.writer._next = lambda: 1 / 0

@@ -82,7 +82,7 @@ def test_a_cell_that_is_run_again_leaves_no_threads_of_the_first_time(tmp_path, 
         caches.append(cache)
     closed = [r for r in caplog.records if "is given to another cache" in r.getMessage()]
     assert [record.levelname for record in closed] == ["INFO", "INFO"]
-    assert [cache._status.is_closed for cache in caches] == [True, True, False]
+    assert [cache.api.is_closed for cache in caches] == [True, True, False]
     assert caches[2].stats().hits == 48
     caches[2].close()
     assert {thread.ident for thread in ours(threading.enumerate())} <= of_other_tests

@@ -53,7 +53,7 @@ def test_room_is_half_of_what_training_has_never_needed(full_after):
 
 
 def rings(cache):
-    return [view.ring for view in cache._status.views.everywhere()]
+    return [view.ring for view in cache.api.views.everywhere()]
 
 
 def num_slots_of(ring):
