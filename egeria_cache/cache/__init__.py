@@ -3,7 +3,8 @@
 `cache.py` is what a user sees. Behind it is one object in three layers: `boundary.py` is the state,
 where the model is frozen up to and who moves that; `engine_callbacks.py` what the skip engine tells
 and asks; `loader_api.py` what a loader asks, and what one run notes for the next. `front.py` is a
-frozen front that was taken out of its model. Owns the store, the reader threads and the engine, and closes them.
+frozen front that was taken out of its model. Owns the store, the reader threads and the engine, and
+closes them.
 """
 
 from egeria_cache.cache.boundary import BoundaryMoved

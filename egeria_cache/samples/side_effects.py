@@ -68,6 +68,7 @@ class _NumPy:
             self._words = words
         return words
 
+    @torch._disable_dynamo  # where compiled code has a sample loaded, it is no part of that
     def put_back(self, look: bytes) -> None:
         if len(look) != _BYTES:
             np.random.set_state(pickle.loads(look))
