@@ -298,9 +298,8 @@ def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
 def has_settings(value: Any) -> bool:
     """Whether it is an object, or a class, of the user's own that may hold settings."""
     kind = _kind(value)
-    if issubclass(kind, nn.Module | Tensor) or (
-        is_library(kind.__module__) and kind not in (types.SimpleNamespace, Namespace)
-    ):
+    is_theirs = is_library(kind.__module__) and kind not in (types.SimpleNamespace, Namespace)
+    if is_theirs or issubclass(kind, nn.Module | Tensor):
         return False
     return isinstance(value, type) or not (objects.is_foreign(value) or is_value(value))
 

@@ -257,9 +257,7 @@ class Copier:
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         if not (cells or value.__defaults__ or value.__kwdefaults__ or value.__dict__):
             return value
-        new = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, None, cells or None
-        )
+        new = types.FunctionType(value.__code__, value.__globals__, closure=cells or None)
         self._keep(value, new)
         held = [value.__defaults__, value.__kwdefaults__, *value.__dict__.values()]
         copies = [self(item) for item in held]
@@ -271,8 +269,8 @@ class Copier:
         if same:  # others compare functions by identity
             return self._keep(value, value)
         new.__defaults__, new.__kwdefaults__ = copies[0], copies[1]
-        new.__qualname__, new.__module__ = value.__qualname__, value.__module__
-        new.__doc__, new.__annotations__ = value.__doc__, value.__annotations__
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(new, name, getattr(value, name))
         new.__dict__.update(zip(value.__dict__, copies[2:], strict=True))
         return new
 

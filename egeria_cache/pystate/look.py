@@ -19,7 +19,6 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import lru_cache
 from inspect import getattr_static
 from itertools import islice
 from operator import attrgetter, methodcaller
@@ -51,6 +50,8 @@ _NO_OBJECTS = (
 _FOLLOWED = ("torch.utils.data", "typing", "abc", "collections.abc")
 """Whose classes call no method of a user's data set but those that Python names."""
 _HOLDING = (types.MethodType, property, types.MemberDescriptorType, *LEADS)
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+"""With these, texts of code may be names of variables of the environment."""
 _GETTERS = attrgetter, methodcaller
 _DATA = frozenset({Tensor, np.ndarray, tuple, list, dict})
 """Kinds of which most of a data set's objects are."""
@@ -227,13 +228,12 @@ class Portrait(Snapshot):
         elif not self._keeps and not isinstance(place, places.Named | Sketch):
             return []
         found = super()._keep(place)
-        is_part = isinstance(place, Sketch | places.Length) and not isinstance(place.where, LEADS)
+        is_lead = isinstance(place.where, (types.FunctionType, *LEADS))
+        is_part = isinstance(place, Sketch | places.Length) and not is_lead
         self.is_whole &= self._keeps and not is_part
         if not self._keeps:
             self.places.pop(), self._kept.pop()
-        if isinstance(place, places.Parts):
-            return []
-        if isinstance(place, Sketch) and not isinstance(place.where, LEADS):
+        if isinstance(place, Sketch) and not is_lead:
             if is_pickled:
                 parts = objects.state_of(place.where)
                 made = zip(parts, objects.state_of(place.where), strict=True)
@@ -283,11 +283,11 @@ class Portrait(Snapshot):
                 top = value.__module__.partition(".")[0]
                 self._note(top, f"{getattr(sys.modules[top], '__version__', '')}")
         elif isinstance(value, types.FunctionType):
-            number, settings = _look_at_code(value.__code__)
-            self._codes.append(value.__code__)
-            self._names.update(names_in(value.__code__).all)
-            self._note(path, number)
-            for name in settings:
+            code, names = value.__code__, names_in(value.__code__).all
+            self._codes.append(code)
+            self._names.update(names)
+            self._note(path, code_text(code))
+            for name in () if _ENVIRONMENT.isdisjoint(names) else texts_in(code):
                 if name in os.environ:
                     self._note(f"the environment[{name!r}]", os.environ[name])
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
@@ -389,10 +389,3 @@ def _is_active(value: Any) -> bool:
 def _text(value: Any) -> str:
     text = repr(value)
     return kind_name(type(value)) if " at 0x" in text else text
-
-
-@lru_cache(4096)
-def _look_at_code(code: types.CodeType) -> tuple[int, tuple[str, ...]]:
-    """Return the print of code, and what may be variables of the environment."""
-    settings = () if {"environ", "getenv"}.isdisjoint(names_in(code).all) else texts_in(code)
-    return xxhash.xxh3_64_intdigest(code_text(code)), settings

@@ -33,7 +33,6 @@ from egeria_cache.pystate.objects import ATOMS, MEMORY, SINGLES
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
-_FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 LEADS: tuple[type, ...] = ContextVar, weakref.ref, weakref.ProxyType, weakref.CallableProxyType
 """Lead to something else."""
 BUFFERS = io.BytesIO, io.StringIO
@@ -171,14 +170,6 @@ class Names(Named):
         return {name: where[name] for name in self.names if name in where}
 
 
-class Parts(Named):
-    """What a function is made of, but for its variables."""
-
-    def read(self, where: types.FunctionType) -> dict[str, Any]:
-        """Return its code, and its defaults."""
-        return {name: getattr(where, name) for name in _FUNCTION_PARTS}
-
-
 class Cell(Named):
     """A variable of a closure; the last part of its path is its name."""
 
@@ -259,6 +250,8 @@ class Sketch(Place):
                 return ((array.shape, some), []) if is_plain else (array.shape, some.tolist())
             if isinstance(where, LEADS):
                 return (), [led_to(where)]
+            if isinstance(where, types.FunctionType):
+                return (), [where.__code__, where.__defaults__, where.__kwdefaults__]
             if isinstance(where, dict | list | set | deque | types.MappingProxyType):
                 return len(where), _some_items(where)
             plain, held = list[Any](), list[Any]()
@@ -372,14 +365,16 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
     return Generator(path, value) if isinstance(value, GENERATORS) else None
 
 
-_SKETCHED = Tensor, np.ndarray, *BUFFERS, dict, list, set, deque, types.MappingProxyType
+_SKETCHED = (
+    Tensor, np.ndarray, *BUFFERS, dict, list, set, deque, types.MappingProxyType,
+    types.FunctionType, *MEMORY, *LEADS,
+)  # fmt: skip
 
 
 def sketch_of(path: str, value: Any) -> Sketch | None:
     """Return what a glance sees of what `place_of` keeps nothing of, or only the length."""
-    if isinstance(value, (*_SKETCHED, *MEMORY, *LEADS)):
-        return Sketch(path, value)
-    return Sketch(path, value) if objects.is_pickled_otherwise(type(value)) else None
+    is_shown = isinstance(value, _SKETCHED) or objects.is_pickled_otherwise(type(value))
+    return Sketch(path, value) if is_shown else None
 
 
 _OF_THE_HOST = tuple(Generator("", single) for single in SINGLES)

@@ -199,8 +199,6 @@ class Snapshot:
                 yield places.OfClass(value.__qualname__, value)
             return
         if isinstance(value, types.FunctionType):
-            if self._reach.sketches and not objects.is_installed_code(value.__code__):
-                yield places.Parts(path, value)
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield places.Cell(f"{path}.{name}", cell)
             for scope, names in globals_of(value) if follows else ():
