@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -315,17 +314,14 @@ class ShardedFront:
     def _agree(self, parameters: list[Any], error: Exception | None) -> None:
         """Note why not, on all ranks if on one: they must ask for the same collectives."""
         names = {id(p): name for name, p in self._model.named_parameters()}
-        named = ";".join(names.get(id(one.sharded_param), "?") for one in parameters).encode()
-        print_ = xxhash.xxh3_64_intdigest(named) >> 2
-        state = next(iter(states_in(self._model)))
-        ours = torch.tensor([print_, -print_, error is not None], device=state._device)
-        dist.all_reduce(ours, dist.ReduceOp.MAX)
-        high, low, failed = ours.tolist()
-        why = str(error or "the ranks could not agree on what lies before the boundary")
+        ours = str(error or [names.get(id(one.sharded_param)) for one in parameters])
+        told = [""] * dist.get_world_size()
+        dist.all_gather_object(told, ours)
         if isinstance(error, BoundaryError):
             self.why_not = error
-        elif failed or high != -low:
-            self.why_not = BoundaryError.not_proved(self._frozen, why)
+        elif error is not None or told != [ours] * len(told):
+            why = error or "the ranks could not agree on what lies before the boundary"
+            self.why_not = BoundaryError.not_proved(self._frozen, str(why))
 
     def _take(self, state: Any) -> None:
         """Take what is held out of a unit's collectives."""

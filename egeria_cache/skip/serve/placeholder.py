@@ -268,13 +268,6 @@ class Scene:
             gc.collect(generation)
         return frozenset(source for one in alive() for source in _sources_of(one))
 
-    def check(self, sources: frozenset[Source], what: object) -> None:
-        """Refuse the use of a placeholder by an active module, or after the run."""
-        if self.finished:
-            raise Escape.at(sources, f"{what} (after the forward)")
-        if self.after_boundary and (active := innermost_module(self.names, self.ancestors)):
-            raise Escape.at(sources, active)
-
     def escape(self, sources: frozenset[Source], what: object) -> Escape:
         """Name the innermost module whose code is running, or else what is done."""
         return Escape.at(sources, innermost_module(self.names) or str(what))
@@ -345,8 +338,10 @@ class Placeholder(Tensor):
             args, kwargs = tree_map_only(Placeholder, lambda p: _empty(p, p.device), given)
             return func(*args, **kwargs)
         sources = found[0].sources.union(*[p.sources for p in found[1:]])
-        if scene.finished or scene.after_boundary:
-            scene.check(sources, func)
+        if scene.finished:
+            raise Escape.at(sources, f"{func} (after the forward)")
+        if scene.after_boundary and (active := innermost_module(scene.names, scene.ancestors)):
+            raise Escape.at(sources, active)
         written: list[Any] = _written(func, args, kwargs) if _write_positions(func) else []
         trainable: list[Tensor] = []
         for tensor in written:
