@@ -26,14 +26,6 @@ class ForeignError(StoreError):
 class BoundaryError(EgeriaError):
     """The model cannot be cut at this module."""
 
-    spoiled: tuple[str, ...] = ()
-    """Modules that run before it, in their order, and show the same."""
-
-    def spoils(self, name: str) -> bool:
-        """Whether the model cannot be cut at this module, nor in it, for the same reason."""
-        inside = (f"{other}." for other in self.spoiled[1:])
-        return name in self.spoiled or name.startswith(tuple(inside))
-
     @classmethod
     def unknown(cls, name: str, known: Iterable[str]) -> BoundaryError:
         """No module has this name; offer the nearest ones."""

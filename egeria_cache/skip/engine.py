@@ -511,7 +511,7 @@ class SkipEngine:
                 found = self._dry_run(self.boundary, call).run()
                 self._is_held = True
                 self._thaw.watch(self.model, self._held)
-                if not isinstance(found, BoundaryError) or not self._goes_earlier(found):
+                if not isinstance(found, BoundaryError) or not self._goes_earlier():
                     break
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
             self._plans.refuse(key)
@@ -545,7 +545,7 @@ class SkipEngine:
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
 
-    def _goes_earlier(self, error: BoundaryError) -> bool:
+    def _goes_earlier(self) -> bool:
         """Whether there is another place to try; what an evaluation does is no reason to move what
         training has.
 
@@ -556,7 +556,7 @@ class SkipEngine:
         if self._auto is None or self._is_evaluation():
             return False
         held = self.frozen if self.has_run else None
-        return self._auto.refuse(spoils=error.spoils, held=held)
+        return self._auto.refuse(held=held)
 
     def _is_evaluation(self) -> bool:
         return not self.model.training and any(self._plans.all())

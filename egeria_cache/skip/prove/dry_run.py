@@ -271,15 +271,14 @@ class AutoBoundary:
         self._seen: list[bool] = []
         self._is_due, self._num_still, self._num_raised = True, 0, 0
 
-    def refuse(self, *, spoils: Callable[[str], bool], held: str | None) -> bool:
+    def refuse(self, *, held: str | None) -> bool:
         """The model cannot be cut where it was tried last; return whether there is another place.
 
         Args:
-            spoils: Whether it cannot be cut at a module either, as was seen.
             held: The last frozen module, which stays that; None if nothing was computed with it
                 yet: where there is no place, nothing is frozen until something else trains.
         """
-        self._places = [name for name in self._places[1:] if not spoils(name)]
+        del self._places[:1]
         if self._places or held is None:
             self.found(self._places[0] if self._places else None, "", held)
         return bool(self._places)

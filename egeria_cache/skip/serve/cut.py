@@ -51,7 +51,8 @@ class Rule:
 
     def __init__(self, seen: Mapping[Whole, int]) -> None:
         self._seen = dict(seen)
-        self._range = functools.lru_cache(_MAX_KNOWN)(self._reckoned)
+        self.within = functools.lru_cache(_MAX_KNOWN)(self._within)
+        """Gives the smallest and the largest size that is possible for some lengths."""
         sizes, found = np.array(list(seen.values())), [np.empty((5, 0), np.int64)]
         for axis, lengths in enumerate(np.array(list(seen)).T):
             if (lengths == lengths[0]).all():
@@ -78,14 +79,8 @@ class Rule:
 
     def at(self, lengths: Whole) -> int | None:
         """Return the size for a batch of these lengths; None if that is not certain."""
-        found = self._range(lengths)
-        return found[0] if found is not None and found[0] == found[1] else None
-
-    def within(self, lengths: Whole) -> tuple[int, int]:
-        """Return the smallest and the largest size that is possible for these lengths."""
-        found = self._range(lengths)
-        assert found is not None
-        return found
+        least, most = self.within(lengths)
+        return least if least == most else None
 
     def axis_among(self, preferred: Collection[int]) -> int:
         """Return an axis that it may follow, one of these if it can."""
@@ -97,11 +92,9 @@ class Rule:
         own = map(tuple, lengths.own.tolist())
         return np.array([self.within(one)[not surely] for one in own], np.int64)
 
-    def _reckoned(self, lengths: Whole) -> tuple[int, int] | None:
+    def _within(self, lengths: Whole) -> tuple[int, int]:
         if lengths in self._seen:
             return self._seen[lengths], self._seen[lengths]
-        if not self.explains:
-            return None
         axes, multiples, strides, low, high = self._functions
         product = multiples * np.array(lengths)[axes]
         least, most = (product - high) // strides, (product - low) // strides
@@ -378,9 +371,3 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         self.single = self.spec.is_leaf()
-
-    @property
-    def rows(self) -> list[int]:
-        """Leaves of the output that have rows for the samples, of a step that is skipped."""
-        leaves = [] if self.run else self.leaves
-        return [j for j, spec in enumerate(leaves) if getattr(spec, "batch_dim", None) is not None]
