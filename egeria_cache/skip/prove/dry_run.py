@@ -227,11 +227,8 @@ class DryRun:
         parameter = trainable(module)
         if parameter is not None:
             raise BoundaryError.trainable(self.boundary, f"{self.boundary}.{parameter}")
-        for index in reversed(calls):
-            steps, _ = recorder.before(index)
-            if not any(trainable(step.module) for step in steps):
-                return index
-        return calls[-1]
+        trained = {i for i in calls if any(trainable(s.module) for s in recorder.before(i)[0])}
+        return next((i for i in reversed(calls) if i not in trained), calls[-1])
 
 
 def patchable(model: nn.Module) -> list[nn.Module]:
@@ -420,15 +417,9 @@ def holds_stage(module: nn.Module) -> bool:
 
     A block whose shortcut is `Sequential(conv, norm)` has none, and stays whole.
     """
-    for inner in filter(_is_list, module.modules()):
-        kinds = [
-            type(child)
-            for child in inner.children()
-            if not _is_list(child) and any(True for _ in child.children())
-        ]
-        if len(kinds) > len(set(kinds)):
-            return True
-    return False
+    lists = [[*inner.children()] for inner in module.modules() if _is_list(inner)]
+    composite = ([c for c in held if [*c.children()] and not _is_list(c)] for held in lists)
+    return any(len(held) > len(set(map(type, held))) for held in composite)
 
 
 def blocks(
@@ -455,8 +446,5 @@ def _is_list(module: nn.Module) -> bool:
 
 def _holds_list(module: nn.Module) -> bool:
     """Whether a list of two or more members with parameters lies anywhere inside."""
-    return any(
-        sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
-        for inner in module.modules()
-        if _is_list(inner)
-    )
+    lists = [inner.children() for inner in module.modules() if _is_list(inner)]
+    return any(sum(any(True for _ in child.parameters()) for child in held) > 1 for held in lists)

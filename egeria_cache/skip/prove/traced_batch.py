@@ -30,7 +30,7 @@ from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, arguments, distinct
 from egeria_cache.skip.serve.call import Layout
 from egeria_cache.skip.serve.compare import same_content
-from egeria_cache.skip.serve.replay import PrefixDone
+from egeria_cache.skip.serve.replay import PrefixDone, PrefixRun
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_behind
 from egeria_cache.skip.state.surroundings import Surroundings
 from egeria_cache.skip.state.watch import OF_EVERY_MODULE
@@ -135,7 +135,7 @@ class TracedBatch:
                 astray.
         """
         copied = self.called = self.copies.fresh()
-        run, self.held = PrefixRun(self, stops=False), self.held_by(copied)
+        run, self.held = TracedRun(self, stop=False), self.held_by(copied)
         self.result = self.run(copied, run)
         """All that the call has brought, taken apart."""
         self.outputs, self.seconds = run.outputs, run.seconds
@@ -200,7 +200,7 @@ class TracedBatch:
         copied, is_common = copied or self.common or self.copies.fresh(), copied is None
         if is_common:  # not there for the next run if this one ends in the middle
             self.common = None
-        run = PrefixRun(self, trace)
+        run = TracedRun(self, trace)
         if not goes_on:
             self.before.restore(for_a_copy=True)
         self._num_runs += 1
@@ -263,21 +263,22 @@ class TracedBatch:
                 raise BoundaryError.trainable(self.boundary, names[id(one)])
 
 
-class PrefixRun:
-    """Handler for a forward that computes the prefix as it was discovered; keeps its outputs.
+class TracedRun(PrefixRun):
+    """Keeps what the steps give. Where it does not stop when the boundary has returned, that is as
+    it stands then; and the time from here until each has returned.
 
     Args:
         traced: What the prefix is.
         trace: Watches the run.
-        stops: Whether to leave the model when the boundary has returned; else each step's output is
-            kept as it stands then, and the time from here until it returned.
+        stop: Whether it stops.
     """
 
     def __init__(
-        self, traced: TracedBatch, trace: PrefixTrace | None = None, *, stops: bool = True
+        self, traced: TracedBatch, trace: PrefixTrace | None = None, *, stop: bool = True
     ) -> None:
-        self._traced, self._trace, self._stops, self._inside = traced, trace, stops, False
-        self._around: set[FrameType] = set()
+        super().__init__(traced.steps, traced.ancestors, stop=stop)
+        self._traced, self._trace = traced, trace
+        self._frames: set[FrameType] = set()
         """Of the code that calls the steps, where that is traced."""
         self.outputs: list[Any] = []
         self.given: list[list[Any]] = []
@@ -285,41 +286,30 @@ class PrefixRun:
         synchronize()
         self._started = time.perf_counter()
 
-    def __call__(
-        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Handle one call of a module of the prefix."""
-        steps, position = self._traced.steps, len(self.outputs)
-        if self._inside or position == len(steps):
-            return original(*args, **kwargs)
-        if steps[position].module is not module:
-            if any(module is ancestor for ancestor in self._traced.ancestors):
-                return original(*args, **kwargs)
-            raise BoundaryError.another_way(
-                self._traced.boundary,
-                f"{self._traced.names[id(module)]!r} runs for some batches only, or at random",
-            )
+    def goes_astray(self, module: nn.Module, step: CallRecord) -> None:
+        """Refuse it."""
+        how = f"{self._traced.names[id(module)]!r} runs for some batches only, or at random"
+        raise BoundaryError.another_way(self._traced.boundary, how)
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what it is called with."""
         if self._trace is not None:
-            self._around.update(frame for frame, _ in walk_stack(sys._getframe(1)))
-            self._trace.at = position
+            self._frames.update(frame for frame, _ in walk_stack(sys._getframe(2)))
+            self._trace.at = self.position
         self.given.append(tree_leaves((args, kwargs)))
-        self._inside = True
-        try:
-            output = original(*args, **kwargs)
-        finally:
-            self._inside = False
-            if self._trace is not None:
-                self._trace.at = -1
+
+    def ends(self, step: CallRecord, output: Any) -> None:
+        """Keep what it gives."""
+        if self._trace is not None:
+            self._trace.at = -1
         self.outputs.append(tree_map(lambda leaf: leaf, output))  # what is put into it comes later
-        if not self._stops:
-            synchronize()
-            self.seconds.append(time.perf_counter() - self._started)
-        if position == len(steps) - 1:
-            if self._stops:
-                raise PrefixDone
+        if self.stop:
+            return
+        synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+        if self.position == len(self.steps) - 1:
             # Copies, as things stand now: the active part may write into what it is given.
             self.outputs = tree_map(_copied, self.outputs)
-        return output
 
     def left_at(self, done: PrefixDone) -> dict[CodeType, int]:
         """Return the offset of the call that is never returned from, in each forward around the
@@ -327,8 +317,8 @@ class PrefixRun:
         """
         inside = (module for step in self._traced.modules for module in step.modules())
         forwards = _forwards(self._traced.ancestors) - _forwards(inside)
-        num = Counter(frame.f_code for frame in self._around)
-        self._around.clear()
+        num = Counter(frame.f_code for frame in self._frames)
+        self._frames.clear()
         found, at = dict[CodeType, int](), done.__traceback__
         while at is not None:
             code = at.tb_frame.f_code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from threading import get_ident
 from typing import Any
@@ -38,8 +38,55 @@ class PrefixDone(BaseException):
     """Leaves the model once the boundary has returned; no `except Exception` may stop it."""
 
 
-class CaptureRun:
-    """Handler for a forward that computes the prefix: keeps the tensors of the cut.
+class PrefixRun:
+    """Handler for a forward that computes the prefix, step by step.
+
+    Args:
+        steps: The calls that it consists of, in order; each knows its module.
+        around: The modules whose own code makes these calls.
+        stop: Leave the model by `PrefixDone` when the boundary has returned.
+    """
+
+    deviation: str | None = None
+    """What was not as it is known, if anything."""
+
+    def __init__(self, steps: Sequence[Any], around: Iterable[nn.Module], *, stop: bool) -> None:
+        self.steps, self.stop, self._around = steps, stop, frozenset(map(id, around))
+        self.position, self._inside = 0, False
+
+    def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Handle one call of a module of the prefix."""
+        if self._inside or self.position == len(self.steps) or self.deviation:
+            return original(*args, **kwargs)
+        step = self.steps[self.position]
+        if step.module is not module:
+            if id(module) not in self._around:
+                self.goes_astray(module, step)
+            return original(*args, **kwargs)
+        self.begins(args, kwargs)
+        self._inside = True
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        self.ends(step, output)
+        self.position += 1
+        if self.position == len(self.steps) and self.stop:
+            raise PrefixDone
+        return output
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step is called with this."""
+
+    def ends(self, step: Any, output: Any) -> None:
+        """A step has returned this."""
+
+    def goes_astray(self, module: nn.Module, step: Any) -> None:
+        """Another module is called in the place of a step."""
+
+
+class CaptureRun(PrefixRun):
+    """Keeps the tensors of the cut.
 
     Args:
         plan: What to keep.
@@ -48,46 +95,31 @@ class CaptureRun:
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
 
+    rows: Rows | None = None
+    """The cut's tensors as rows; None if the model took another way this time."""
+
     def __init__(
         self, plan: ReplayPlan, lengths: Lengths | None, batch_size: int, *, stop: bool = False
     ) -> None:
         self.plan = plan.at(lengths) or plan
+        super().__init__(self.plan.steps, plan.ancestors, stop=stop)
         self.batch_size = batch_size
-        self.stop = stop
-        self.deviation: str | None = None
         self._taken: dict[Slot, Tensor] = {}
-        self.rows: Rows | None = None
-        """The cut's tensors as rows; None if the model took another way this time."""
-        self._position = 0
-        self._inside = False
 
-    def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Handle one call of a module of the prefix."""
-        steps = self.plan.steps
-        if self._inside or self._position >= len(steps) or self.deviation:
-            return original(*args, **kwargs)
-        step = steps[self._position]
-        if step.module is not module:
-            if not self.plan.surrounds(module):
-                self._deviate(self.plan.unexpected(module, step))
-            return original(*args, **kwargs)
-        self._inside = True
-        try:
-            output = original(*args, **kwargs)
-        finally:
-            self._inside = False
+    def goes_astray(self, module: nn.Module, step: StepPlan) -> None:
+        """Capture nothing."""
+        self._deviate(self.plan.unexpected(module, step))
+
+    def ends(self, step: StepPlan, output: Any) -> None:
+        """Keep what crosses."""
         with Attempt(lambda error: self._deviate(repr(error))):
             self._keep(step, output)
-            if self._position == len(steps) - 1 and not self.deviation:
+            if self.position == len(self.steps) - 1 and not self.deviation:
                 # Copies of the values as they stand when the boundary returns: in-place steps of
                 # the prefix count; what the active part writes, perhaps by NumPy, does not.
                 self.rows = self.plan.rows(self._taken.__getitem__)
                 if not self.stop:
-                    when_returned(module, self.plan.returned)
-        self._position += 1
-        if self._position == len(steps) and self.stop:
-            raise PrefixDone
-        return output
+                    when_returned(step.module, self.plan.returned)
 
     def _keep(self, step: StepPlan, output: Any) -> None:
         leaves, spec = tree_flatten(output)
@@ -99,9 +131,9 @@ class CaptureRun:
                 if isinstance(leaf, Placeholder) or not known.matches(leaf, self.batch_size):
                     self._deviate(f"{step.name!r} returned another shape")
                     return
-                self._taken[self._position, j] = leaf
+                self._taken[self.position, j] = leaf
                 if leaf.requires_grad:
-                    self.plan.wants_grad.add((self._position, j))
+                    self.plan.wants_grad.add((self.position, j))
             elif isinstance(known, int | float | str | bool) and leaf != known:
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
