@@ -195,11 +195,8 @@ class DryRun:
             if hook is not None:
                 self.held.release()  # it is to do what it does
                 names = {id(one): name for name, one in self.model.named_modules()}
-                raise BoundaryError.impure(
-                    self.boundary,
-                    f"the hook {hook!r} of {names.get(id(module))!r} asks whether that module "
-                    "trains, and what it does then (noise, say) would be off in a frozen front",
-                )
+                how = f"the hook {hook!r} of {names.get(id(module))!r} asks whether it trains"
+                raise BoundaryError.impure(self.boundary, f"{how}, which a frozen front does not")
 
     def _hold_around(self, recorder: Recorder) -> bool:
         """Hold code around the last frozen module that draws before that returns, or may have left

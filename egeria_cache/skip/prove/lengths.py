@@ -127,13 +127,10 @@ def _parts(traced: TracedBatch, plan: ReplayPlan, lengths: Lengths) -> Iterator[
         if trial.error is None:  # no longer than the model takes, nor cut where it must not be
             yield target, part, is_whole
         elif has_to_run:
-            raise PaddingError.at(
-                plan.boundary,
-                "the model does not take the batch's shorter samples by themselves "
-                f"({type(trial.error).__name__}: {trial.error}); an argument that is as long as "
-                "the batch, and does not come from the loader as it is, should be given by the "
-                "collate_fn",
-            ) from trial.error
+            what = f"{type(trial.error).__name__}: {trial.error}"
+            why = f"the model does not take the batch's shorter samples by themselves ({what}); "
+            why += "what is as long as the batch, and not the loader's, the collate_fn should give"
+            raise PaddingError.at(plan.boundary, why) from trial.error
 
 
 def _units(lengths: Lengths) -> np.ndarray:

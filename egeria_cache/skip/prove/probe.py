@@ -110,7 +110,11 @@ class Prober:
             copied = self.traced.copies.fresh()
             run = _ProbeRun(self, copied)
             try:
-                left = self._probe(run, copied)
+                left, _ = self.traced.run(copied, run, run.input)
+                copied.call.lent.clear()  # they hold placeholders, as they were given
+                run.scene.finished = True
+                if escaped := {source for p in placeholders(left) for source in p.sources}:
+                    raise Escape.at(escaped, "the model's output")
                 # The copied is still there, and so is what its hooks and attributes hold.
                 kept = run.scene.kept()
                 del left  # and what backward would read
@@ -123,15 +127,6 @@ class Prober:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
         raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
-
-    def _probe(self, run: _ProbeRun, copied: ModelCopy) -> list[Any]:
-        leaves, _ = self.traced.run(copied, run, run.input)
-        copied.call.lent.clear()  # they hold placeholders, as they were given
-        run.scene.finished = True
-        escaped = {source for p in placeholders(leaves) for source in p.sources}
-        if escaped:
-            raise Escape.at(escaped, "the model's output")
-        return leaves
 
     def _can_wait(self, run: _ProbeRun, copied: ModelCopy) -> bool:
         """Whether what is left out comes out the same when it is computed late, as the head may

@@ -105,10 +105,7 @@ def _crosses_nothing(traced: TracedBatch, plan: ReplayPlan) -> BatchError | Boun
         )
     why = "nothing after it reads what it returns"
     if plan.steps[-1].run:
-        why = (
-            "hooks of modules inside of it are called for every batch, so that it has to be "
-            "run; cut at a module inside of it (boundary='auto' does), or remove them"
-        )
+        why = "it runs for every batch, for hooks inside; remove them, or cut at a module inside"
     return BoundaryError.not_proved(plan.boundary, why)
 
 
@@ -179,15 +176,10 @@ def _describe(
     is_plain = isinstance(other, nn.Parameter) or not (isinstance(other, Tensor) and vars(other))
     if isinstance(a, Tensor) and isinstance(other, Tensor) and is_plain:
         spec = TensorSpec.of(a, traced.size, other, len(other_rows))
-        for b, rows in parts:
-            if spec is None or not spec.matches(b, len(rows)):
-                shapes = ["any"] if a.is_nested else [tuple(one.shape) for one in (a, b)]
-                raise BoundaryError.impure(
-                    traced.boundary,
-                    f"{name!r} returns a {a.type()!r} of shape {shapes[0]} for {traced.size} "
-                    f"samples and {shapes[-1]} for {len(rows)}",
-                )
-        return spec and _in_blocks(traced, spec, a, coarsest, parts)
+        if spec is None or not all(spec.matches(b, len(rows)) for b, rows in parts):
+            how = f"{name!r} returns a {a.type()!r} whose shape does not follow the batch's size"
+            raise BoundaryError.impure(traced.boundary, how)
+        return _in_blocks(traced, spec, a, coarsest, parts)
     if isinstance(a, PLAIN):
         return a  # that it is always the same is looked at in the end: `check_constants`
     return Unavailable.like(type(a))
