@@ -15,7 +15,6 @@ stored for both, and what shares memory in another way is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -237,46 +236,33 @@ class _ProbeRun(ReplayRun):
 # ---- what the prefix makes use of ----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Observed:
-    """What a run of the prefix on the whole batch has read."""
-
-    trace: PrefixTrace | None
-    """Tensors, and random draws; None if the prefix is compiled."""
-    noted: set[tuple[int, str]]
-    """(id of a module that is not skipped, attribute)."""
-    really: set[tuple[int, str]]
-    """The same of the model itself, where a global leads to it and not to the copy that ran."""
-
-
-def observe(traced: TracedBatch) -> Observed:
+def observe(traced: TracedBatch) -> PrefixTrace:
     """Run the prefix once more and note what it reads and draws: on a few rows, and on all of the
     batch where a value decides what runs.
     """
     seen = _observed(traced, another(traced.size))
-    is_decided = seen.trace is None or not seen.trace.branches
-    return seen if is_decided else _observed(traced, list(range(traced.size)))
+    return _observed(traced, list(range(traced.size))) if seen.branches else seen
 
 
-def _observed(traced: TracedBatch, rows: list[int]) -> Observed:
+def _observed(traced: TracedBatch, rows: list[int]) -> PrefixTrace:
     # A run of its own: some modules choose another way where a dispatch mode is active.
-    copied, trace = traced.copies.fresh(), None
-    if not any(is_compiled(m) for module in traced.modules for m in module.modules()):
-        tensors = ((named, copied.of(named[2])) for named in traced.known)
-        # Those that only active modules have are left.
-        known = [one for one in tensors if not is_lazy(one[1]) and not is_sharded(one[1])]
-        trace = PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
-    noted, really = set[tuple[int, str]](), set[tuple[int, str]]()
+    copied = traced.copies.fresh()
+    tensors = ((named, copied.of(named[2])) for named in traced.known)
+    # Those that only active modules have are left.
+    known = [one for one in tensors if not is_lazy(one[1]) and not is_sharded(one[1])]
+    trace = PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
+    trace.is_blind = any(is_compiled(m) for module in traced.modules for m in module.modules())
     pairs = [(module, copied.of(module)) for module in traced.not_skipped()]
-    copies = [(id(module), copy, noted) for module, copy in pairs if copy is not module]
-    models = [(id(module), module, really) for module, copy in pairs if copy is not module]
+    copies = [(id(module), copy, trace.noted) for module, copy in pairs if copy is not module]
+    models = [(id(module), module, trace.really) for module, copy in pairs if copy is not module]
     with _noting([*copies, *models]):
-        traced.recompute(rows, trace=trace, copied=copied)
-    return Observed(trace, noted | really, really)
+        traced.recompute(rows, trace=None if trace.is_blind else trace, copied=copied)
+    trace.noted |= trace.really
+    return trace
 
 
 def note_reads(
-    traced: TracedBatch, plan: ReplayPlan, seen: Observed, moving: Iterable[tuple[nn.Module, str]]
+    traced: TracedBatch, plan: ReplayPlan, moving: Iterable[tuple[nn.Module, str]]
 ) -> None:
     """Note what the prefix makes use of beside its modules' own tensors and the batch.
 
@@ -288,25 +274,23 @@ def note_reads(
         BoundaryError: Not only code around the modules draws random numbers, to no effect, as it
             will in a hit.
     """
-    trace, steps = seen.trace, plan.steps
-    if trace is None:  # compiled code cannot be traced: take all that is near
-        near = {id(module) for module in plan.ancestors}
+    trace, near = traced.trace, {id(module) for module in plan.ancestors}
+    skipped = {i for i, step in enumerate(plan.steps) if not step.run}
+    is_read = {key for key, by in trace.read.items() if not by.isdisjoint(skipped | {-1})}
+    frozen = [named for named in traced.known if not named[2].requires_grad]
+    plan.reads = [named for named in frozen if id(named[2]) in is_read]
+    if trace.is_blind:  # take all that is near
         plan.reads = [named for named in traced.known if id(named[1]) in near]
-    else:
-        skipped = {i for i, step in enumerate(steps) if not step.run}
-        is_read = {key for key, by in trace.read.items() if not by.isdisjoint(skipped | {-1})}
-        frozen = (named for named in traced.known if not named[2].requires_grad)
-        plan.reads = [named for named in frozen if id(named[2]) in is_read]
-        plan.operators, plan.until = trace.operators, trace.until
-        plan.draws |= bool(trace.draws)
-        if drawing := [index for index in trace.draws if index in skipped]:
-            raise BoundaryError.impure(plan.boundary, trace.draws[drawing[0]])
-    read = {owner for owner, key in seen.noted if key == "training" or _may_count(key)}
+    plan.operators, plan.until = trace.operators, trace.until
+    plan.draws |= bool(trace.draws)
+    if drawing := [index for index in trace.draws if index in skipped]:
+        raise BoundaryError.impure(plan.boundary, trace.draws[drawing[0]])
+    read = {owner for owner, key in trace.noted if key == "training" or _may_count(key)}
     around = set(map(id, traced.ancestors))
     plan.others = [one for one in traced.not_skipped() if id(one) in read - around]
     own = {id(module): own_dict(module) or {} for module in plan.not_skipped}
     plan.moving = [pair for pair in moving if id(pair[0]) in own]
-    names = {pair for pair in seen.noted if pair[0] in own}
+    names = {pair for pair in trace.noted if pair[0] in own}
     names |= {(owner, key) for owner, name in names if name == "__dict__" for key in own[owner]}
     names -= {(id(module), key) for module, key in plan.moving}
     plan.attributes = frozenset(
@@ -355,7 +339,7 @@ def _noting_class(cls: Any, owner: int, names: set[tuple[int, str]]) -> Any:
     return type.__new__(meta, cls.__name__, (cls,), own)
 
 
-def note_unused(traced: TracedBatch, plan: ReplayPlan, seen: Observed) -> None:
+def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
     """Note what the prefix computes the same without: where it cannot be read on a copy, all of it
     or each by itself.
 
@@ -370,7 +354,8 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan, seen: Observed) -> None:
         for i, leaf in enumerate(leaves)
         if type(leaf) in (int, float, str) or (isinstance(leaf, Tensor) and i not in tagged)
     ]
-    if seen.trace is not None and not seen.trace.branches:  # else a value may decide it
+    trace = traced.trace
+    if not (trace.is_blind or trace.branches):  # else a value may decide it
         named = ((module, key) for _, module, keys in plan.around() for key in keys)
         found += [one for one in named if type(vars(one[0]).get(one[1])) in (int, float)]
     for rows in ([0, traced.size - 1], list(range(traced.size))):
@@ -380,7 +365,7 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan, seen: Observed) -> None:
             found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
     plan.free = frozenset(one for one in found if type(one) is int)
     numbers = [
-        one for one in found if type(one) is tuple and (id(one[0]), one[1]) not in seen.really
+        one for one in found if type(one) is tuple and (id(one[0]), one[1]) not in trace.really
     ]
     plan.numbers, plan.attributes = numbers, plan.attributes - {(id(m), key) for m, key in numbers}
     for position in plan.free & plan.pinned.keys():

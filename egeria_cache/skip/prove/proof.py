@@ -29,7 +29,6 @@ from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, OutputAxis
 from egeria_cache.skip.serve.placeholder import Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
-from egeria_cache.skip.serve.trace import PrefixTrace
 from egeria_cache.skip.state.watch import has_user_hooks_inside
 
 _MAX_ALONE = 8
@@ -54,13 +53,12 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             raise BoundaryError.impure(traced.boundary, why)
     traced.called.call = traced.copies.fresh().call
     followed = traced.recompute(copied=traced.called, goes_on=True)
-    seen = probe.observe(traced)
-    repeats, trace = Repeats(traced), seen.trace
-    few = list(_few_rows(traced, trace))
+    traced.trace = probe.observe(traced)
+    repeats, few = Repeats(traced), list(_few_rows(traced))
     parts = [repeats.first, repeats.last, *few]
     if any(part.drew for part in parts):
         parts += [traced.recompute([traced.size - 1, 0]) for _ in range(_MORE_DRAWS)]
-    plan = _draft(traced, parts, coarseness(() if trace is None else trace.dtypes))
+    plan = _draft(traced, parts, coarseness(traced.trace.dtypes))
     for position in traced.written:  # so that a hit writes to them as well
         plan.kept.add(position)
         plan.entered.add(position)
@@ -69,19 +67,19 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
         raise _crosses_nothing(traced, plan)
     repeated = few[-1]
     other_mode = traced.recompute(repeated.rows, grad=not traced.grad)
-    purity.check_trained(traced, plan, repeats.last if traced.grad else other_mode, trace)
+    purity.check_trained(traced, plan, repeats.last if traced.grad else other_mode)
     repeats.check(plan)
     if not same_parts(plan, repeats.first, followed):
-        how = f"a call leaves behind what decides the next: {repeats.left(seen.noted)}"
+        how = f"a call leaves behind what decides the next: {repeats.left()}"
         raise BoundaryError.impure(plan.boundary, how)
     parts += _with_made_up(traced, plan)
-    purity.check_rows(traced, parts, plan, trace)
+    purity.check_rows(traced, parts, plan)
     purity.check_constants(parts, plan)
     plan.own = dict(_own_constants(traced, repeats, plan))
     plan.grad_mode = None if same_parts(plan, repeated, other_mode) else traced.grad
     plan.draws = any(part.drew for part in parts)
-    probe.note_reads(traced, plan, seen, repeats.moving)
-    probe.note_unused(traced, plan, seen)
+    probe.note_reads(traced, plan, repeats.moving)
+    probe.note_unused(traced, plan)
     mixed = set(map(id, traced.call.batch.mixed.values()))
     if any(id(traced.call.leaves[position]) in mixed for position in plan.pinned):
         raise BatchError(traced.call.batch.why_mixed)  # no sample has it as its own
@@ -109,11 +107,11 @@ def _crosses_nothing(traced: TracedBatch, plan: ReplayPlan) -> BatchError | Boun
     return BoundaryError.not_proved(plan.boundary, why)
 
 
-def _few_rows(traced: TracedBatch, trace: PrefixTrace | None) -> Iterator[Recomputed]:
+def _few_rows(traced: TracedBatch) -> Iterator[Recomputed]:
     """Run the prefix on single rows of the batch; a repeated one is the last."""
     size, middle = traced.size, traced.size // 2
     rows = [0, size - 1, middle]
-    if trace is not None and trace.branches:
+    if traced.trace.branches:
         # A value decides what runs (`if mask.all()`): let it be decided by each sample alone.
         rows = [*rows, *range(min(size, _MAX_ALONE))]
     for part in (*([row] for row in dict.fromkeys(rows) if size > 1), [middle] * 2):

@@ -12,7 +12,7 @@ hits, and what is left behind by a run would be that of another batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, same_content, slice_difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.serve.trace import PrefixTrace
 
 _DECIDES = "moves with every call, and decides what it computes later"
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,9 +69,7 @@ _WHOLE_S = 0.1
 """Seconds, at most, of a batch that is run whole again."""
 
 
-def check_trained(
-    traced: TracedBatch, plan: ReplayPlan, part: Recomputed, trace: PrefixTrace | None
-) -> None:
+def check_trained(traced: TracedBatch, plan: ReplayPlan, part: Recomputed) -> None:
     """Raise if autograd says that what is cached was computed with something trained; or if that is
     read where autograd does not follow, by what is skipped or by what runs before it: what that
     gives (under `no_grad`, in a checkpointed region) may lead there.
@@ -84,15 +81,13 @@ def check_trained(
         if part.leaves[i][j].requires_grad:
             traced.refuse_trained(part.leaves[i][j])
     last = max((i for i, step in enumerate(plan.steps) if not step.run), default=-1)
-    unfollowed = {} if trace is None else trace.undifferentiated
+    unfollowed = traced.trace.undifferentiated
     for name, _, tensor in traced.known:
         if min(unfollowed.get(id(tensor), ()), default=last + 1) <= last:
             raise BoundaryError.trainable(plan.boundary, name)
 
 
-def check_rows(
-    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, trace: PrefixTrace | None
-) -> None:
+def check_rows(traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
     """Compare what is cached with the same samples in other company.
 
     Raises:
@@ -104,8 +99,8 @@ def check_rows(
         for part, rows, a, b in _in_company(spec, slot, parts, value):
             error = difference(a, b)
             if error > tolerance(value, plan.coarsest):
-                if trace is not None and trace.draws:
-                    raise BoundaryError.impure(plan.boundary, next(iter(trace.draws.values())))
+                for how in traced.trace.draws.values():
+                    raise BoundaryError.impure(plan.boundary, how)
                 raise _blame(traced, parts, plan, error)
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict
@@ -341,10 +336,10 @@ class Repeats:
             if of(one.where) is not one.where:  # the model itself, which a global names
                 yield one, one.name
 
-    def left(self, noted: Container[tuple[int, str]]) -> str:
-        """Name what the whole first call has left: what is `noted` as read, if any of it is."""
+    def left(self) -> str:
+        """Name what the whole first call has left: what is read, if any of it is."""
         own = [mark for mark in self._traced.left if isinstance(mark[0], nn.Module)]
-        read = [mark for mark in own if (id(mark[0]), mark[1]) in noted]
+        read = [mark for mark in own if (id(mark[0]), mark[1]) in self._traced.trace.noted]
         names = [repr(self._name(mark)) for mark in read or own]
         return ", ".join(names) or "something outside of the model"
 

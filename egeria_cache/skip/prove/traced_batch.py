@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -112,6 +112,8 @@ class TracedBatch:
     """Of the model and its inputs as they are before the plain run."""
     surroundings: Surroundings
     """What the copies share with the model."""
+    trace: PrefixTrace = field(init=False)
+    """What a run of the prefix was seen to read."""
 
     def __post_init__(self) -> None:
         copies = self.copies

@@ -66,6 +66,12 @@ class PrefixTrace(TorchDispatchMode):
         """Those of all tensors that took part."""
         self.branches = False
         """Whether values were read into Python, where they may decide what runs."""
+        self.noted = set[tuple[int, str]]()
+        """(id of a module that is not skipped, attribute of it that is read)."""
+        self.really = set[tuple[int, str]]()
+        """Those of the model itself, where a global leads to it and not to the copy that ran."""
+        self.is_blind = False
+        """Whether code is compiled that cannot be watched: nothing was noted but attributes."""
         self.until: dict[CodeType, int] = {}
         """Offset of the call, in code around the boundary that ran once, that this returns from."""
 
