@@ -33,7 +33,7 @@ from egeria_cache.skip.prove.dry_run import AutoBoundary, DryRun, before_in_sequ
 from egeria_cache.skip.serve import replay
 from egeria_cache.skip.serve.address import address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
-from egeria_cache.skip.serve.compare import gap, tolerance
+from egeria_cache.skip.serve.compare import difference, gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
 from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
 from egeria_cache.skip.serve.placeholder import Escape
@@ -462,11 +462,11 @@ class SkipEngine:
             self._unserved.served()
         call.batch.was_computed = True
         if entry is None or source is None or awaits:
-            return self._miss(plan, call)
+            return self._miss(here, call)
         try:
             stored = entry.load()
         except LookupError:
-            return self._miss(plan, call)
+            return self._miss(here, call)
         chosen = self.host.audited(call.batch, entry)
         if chosen is not None and not self._audit(source, call, entry, stored, chosen[0]):
             return self._plainly(call)
@@ -519,9 +519,7 @@ class SkipEngine:
             raise
         if isinstance(found, BoundaryError):
             is_evaluation = self._is_evaluation()
-            output = self._plainly(
-                call
-            )  # an error of its own is the loop's: the next call is tried
+            output = self._plainly(call)  # if it raises, it is the loop's: the next call is tried
             self._plans.refuse(key)
             if is_evaluation:
                 log.info("an evaluation is computed: %s", found)
@@ -540,8 +538,9 @@ class SkipEngine:
         self.host.note("proof", time.perf_counter() - started)
         if not plan.pinned:  # whose reason comes
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
-        rows, why = capture.rows, capture.deviation
-        if rows is not None and not replay.alike(rows, proved, plan.coarsest):
+        rows, why, most = capture.rows, capture.deviation, plan.coarsest
+        pairs = [(one, rows[name]) for name, one in proved.items()] if rows is not None else ()
+        if any(difference(known, ours) > tolerance(known, most) for known, ours in pairs):
             rows, why = None, "it gives other results than a copy of the model"
         return self._taken(plan, call, output, rows, why)
 
@@ -597,11 +596,11 @@ class SkipEngine:
         self._refuse(key, BoundaryError.impure(self.boundary, what))
         return True
 
-    def _miss(self, plan: ReplayPlan, call: Invocation) -> Any:
+    def _miss(self, plan: ReplayPlan | None, call: Invocation) -> Any:
         """Compute every row, and hand what crosses the boundary to the host, where it is certain
         how that looks at these lengths.
         """
-        if plan.at(call.batch.lengths) is None:
+        if plan is None:
             return self._plainly(call)
         output, capture = replay.full(self._once, plan, call)
         return self._taken(plan, call, output, capture.rows, capture.deviation)

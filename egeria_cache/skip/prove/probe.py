@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -308,15 +308,11 @@ def _may_count(key: str) -> bool:
 @contextmanager
 def _noting(watched: Iterable[tuple[int, Any, set[tuple[int, str]]]]) -> Iterator[None]:
     """Note which attributes of some objects are read inside the block."""
-    before: list[tuple[Any, type]] = []
-    try:
+    with ExitStack() as undo:
         for owner, one, names in watched:
-            before.append((one, type(one)))
+            undo.callback(object.__setattr__, one, "__class__", type(one))
             object.__setattr__(one, "__class__", _noting_class(type(one), owner, names))
         yield
-    finally:
-        for one, cls in before:
-            object.__setattr__(one, "__class__", cls)
 
 
 class _Untold:

@@ -13,6 +13,7 @@ hits, and what is left behind by a run would be that of another batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -182,13 +183,11 @@ def _check_precisely(
         whole, again = [], [rows for rows in again if len(rows) <= _PAIR]
     apart = [[row, row] for row in dict.fromkeys(odd) if [row] not in again]
     copied, parts = traced.copies.fresh(_doubled), (company[::-1], *apart, *whole, *again)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Attempt() as tried, _Float64():
-            runs = [traced.recompute(rows, copied=copied) for rows in parts]
-    finally:
-        torch.set_default_dtype(before)
+    with Attempt() as tried, ExitStack() as modes:
+        modes.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        modes.enter_context(_Float64())
+        runs = [traced.recompute(rows, copied=copied) for rows in parts]
     if tried.error is not None:
         return  # it cannot run so: the tolerance for the whole tensor has decided
     for i, j in plan.slots().values():

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from egeria_cache.attempt import Attempt, is_ours
-from egeria_cache.batch import Lengths
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.calls import Recorder, intercept, when_returned
 from egeria_cache.skip.serve.call import Arguments, Invocation, autocast_modes, plain
-from egeria_cache.skip.serve.compare import difference, tolerance
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
@@ -89,8 +87,7 @@ class CaptureRun(PrefixRun):
     """Keeps the tensors of the cut.
 
     Args:
-        plan: What to keep.
-        lengths: Of the batch, if samples are padded.
+        plan: What to keep, as it is for batches of these lengths.
         batch_size: Rows of this forward.
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
@@ -98,11 +95,9 @@ class CaptureRun(PrefixRun):
     rows: Rows | None = None
     """The cut's tensors as rows; None if the model took another way this time."""
 
-    def __init__(
-        self, plan: ReplayPlan, lengths: Lengths | None, batch_size: int, *, stop: bool = False
-    ) -> None:
-        self.plan = plan.at(lengths) or plan
-        super().__init__(self.plan.steps, plan.ancestors, stop=stop)
+    def __init__(self, plan: ReplayPlan, batch_size: int, *, stop: bool = False) -> None:
+        super().__init__(plan.steps, plan.ancestors, stop=stop)
+        self.plan = plan
         self.batch_size = batch_size
         self._taken: dict[Slot, Tensor] = {}
 
@@ -278,18 +273,10 @@ class ReplayRun:
 
 def full(forward: Forward, plan: ReplayPlan, call: Invocation) -> tuple[Any, CaptureRun]:
     """Compute every row; what crosses the boundary is captured on the way."""
-    capture = CaptureRun(plan, call.batch.lengths, call.batch.size)
+    capture = CaptureRun(plan, call.batch.size)
     args, kwargs = call.plain()
     with intercept(plan.modules, capture):
         return forward(*args, **kwargs), capture
-
-
-def alike(rows: Rows, proved: Rows | None, coarsest: float) -> bool:
-    """Whether the model gave what its copies did when the cut was proved."""
-    return proved is None or all(
-        difference(known, rows[name]) <= tolerance(known, coarsest)
-        for name, known in proved.items()
-    )
 
 
 def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, float, float]:
@@ -319,7 +306,7 @@ def prefix(
     Raises:
         BoundaryError: The model took another way this time.
     """
-    capture = CaptureRun(source, call.batch.lengths, int(rows.sum()), stop=True)
+    capture = CaptureRun(source, int(rows.sum()), stop=True)
     args, kwargs = inputs
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
@@ -377,7 +364,7 @@ def replay(
     generators, held = torch.get_rng_state(), list(map(sys.getrefcount, run.own))
     capture = None
     if plan is not None and plan is not source:
-        capture = CaptureRun(plan, call.batch.lengths, size)
+        capture = CaptureRun(plan, size)
     # Around the replay of the same modules.
     captured = intercept(capture.plan.modules, capture) if capture else nullcontext()
     try:
