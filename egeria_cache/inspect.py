@@ -173,10 +173,8 @@ def ls(options: argparse.Namespace, report: Report) -> Told:
         )
         for one in report["generations"]
     ]
-    limit, used, count = report["limit_bytes"], report["bytes_on_disk"], len(rows)
-    of_limit = f" of {size(limit)} ({used / limit:.0%})" if limit else ""
-    lines = _table(_LISTED, rows) if rows else []
-    lines.append(f"{count} generation{'s' * (count != 1)}, {size(used)}{of_limit}")
+    lines, count = _table(_LISTED, rows) if rows else [], len(rows)
+    lines.append(f"{count} generation{'s' * (count != 1)}, {size(report['bytes_on_disk'])}")
     return HEALTHY if report["healthy"] else DAMAGED, report, lines
 
 
@@ -184,7 +182,7 @@ def show(options: argparse.Namespace, report: Report) -> Told:
     """Show one generation; 1 if a record of it is damaged."""
     one = _found(report, options.generation)
     path = options.directory / one["name"]
-    fields, inside = dict(store.Manifest.read(path).fields), store.contents(path)
+    fields, inside = dict(store.Manifest.read(path).fields), store.verify(path)
     drawn = draws_noted(options.directory, fields)
     sizes = f"{size(one['bytes_on_disk'])} on disk, {size(one['raw_bytes'])} decoded"
     ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.2f}"
@@ -192,8 +190,6 @@ def show(options: argparse.Namespace, report: Report) -> Told:
         f"{one['name']}  {one['num_samples']:,} records, {sizes}{ratio}",
         f"created {_age(one['created'])} ago, in use: {'yes' if one['in_use'] else 'no'}",
     ]
-    if one["lossy_error"]:
-        lines.append(f"lossy: relative error {one['lossy_error']:.2e} (root mean square)")
     for title, pairs in (
         ("made from", {name: json.dumps(value) for name, value in fields.items()}),
         ("holds", inside["fields"]),
@@ -203,16 +199,17 @@ def show(options: argparse.Namespace, report: Report) -> Told:
     for way in drawn:
         uses = "for ever" if way["reuse"] is None else f"for {way['reuse']} epochs each"
         lines.append(f"  used {uses}; {way['epochs']:,} epochs were passed")
-    state = DAMAGED if inside["num_damaged"] else HEALTHY
-    return state, {**one, "fields": fields, "contents": inside, "random_draws": drawn}, lines
+    lines += [f"damaged: sample {each['sample']}: {each['reason']}" for each in inside["damage"]]
+    content = {**one, "fields": fields, "contents": inside, "random_draws": drawn}
+    return DAMAGED if inside["damage"] else HEALTHY, content, lines
 
 
 def verify(options: argparse.Namespace, report: Report) -> Told:
     """Decode every record; 1 if one is damaged."""
     chosen = [_found(report, options.generation)] if options.generation else report["generations"]
     found = [store.verify(options.directory / one["name"]) for one in chosen]
-    damage = [each for _, inside in found for each in inside]
-    records, count = sum(count for count, _ in found), len(chosen)
+    damage = [each for inside in found for each in inside["damage"]]
+    records, count = sum(inside["records"] for inside in found), len(chosen)
     lines = [f"{each['generation']}: sample {each['sample']}: {each['reason']}" for each in damage]
     verdict = f"{len(damage)} damaged" if damage else "all intact"
     lines.append(f"{records:,} records in {count} generation{'s' * (count != 1)}: {verdict}")
@@ -290,8 +287,7 @@ def pack(options: argparse.Namespace, report: Report) -> Told:
         else open(os.open(options.file, flags, 0o600), "wb")
     ) as out:
         done = store.pack(path, out)
-    counts = {"packed": done.num_records, "damaged": done.num_damaged}
-    return DAMAGED if done.num_damaged else HEALTHY, *_parcelled(done, counts)
+    return DAMAGED if done["damaged"] else HEALTHY, done, _parcelled(**done)
 
 
 def unpack(options: argparse.Namespace, _: Report) -> Told:
@@ -304,14 +300,12 @@ def unpack(options: argparse.Namespace, _: Report) -> Told:
         store.ActivationStore(options.directory, limit, force_network=is_forced) as into,
     ):
         done = store.unpack(stream, into)
-    counts = {"stored": done.num_records, "known": done.num_known, "no_room": done.num_left}
-    return DAMAGED if done.num_left else HEALTHY, *_parcelled(done, counts)
+    return DAMAGED if done["no_room"] else HEALTHY, done, _parcelled(**done)
 
 
-def _parcelled(done: Any, counts: Mapping[str, int]) -> tuple[Report, list[str]]:
+def _parcelled(generation: str, bytes: int, **counts: int) -> list[str]:
     words = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
-    content = {"generation": done.name, **counts, "bytes": done.num_bytes}
-    return content, [f"{done.name}: records: {words}; {size(done.num_bytes)}"]
+    return [f"{generation}: records: {words}; {size(bytes)}"]
 
 
 if __name__ == "__main__":

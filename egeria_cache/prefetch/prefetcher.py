@@ -250,7 +250,7 @@ class Prefetcher:
             return self._read_together(entry)
         samples = numbered(entry.ids, view.generation.num_expected)
         ring, number = self._ring_of(view), self._first + entry.number
-        if samples is None or not view.has_room:
+        if samples is None or not view.has_ring:
             return self._read_together(entry)
         new = np.arange(len(samples))
         if ring is not None:
@@ -349,7 +349,7 @@ class Prefetcher:
                 logger.info("%s is nearly full: rows come with their batches", view.device)
                 ring.close()
         if ring is not None and ring.is_closed and ring is view.ring:
-            view.has_room = False
+            view.has_ring = False
         return ring
 
     def _ring_for(self, entry: PlannedEntry, rows: dict[str, Any]) -> Ring | None:
@@ -363,7 +363,7 @@ class Prefetcher:
         with _lock:
             ring = view.ring
             like = rows if ring is None else ring.longer(rows)
-            if like is None or not view.has_room or view.is_void:
+            if like is None or not view.has_ring or view.is_void:
                 return ring
             # What is being used, read ahead, and what stays; all samples, where that is little.
             slots = (2 * self.window + 2) * batch_size
@@ -375,7 +375,7 @@ class Prefetcher:
             if left is not None:
                 slots = min(slots, (left - everything * TABLE_BYTES) // row_bytes)
             if slots < (self.window + 1) * batch_size:
-                view.has_room = ring is not None
+                view.has_ring = ring is not None
                 return None
             padded = {name: (one.dims, one.fill) for name, one in view.growth.items()}
             if ring is not None:
@@ -383,7 +383,7 @@ class Prefetcher:
             try:
                 view.ring = Ring(like, slots, everything, view.device, padded)
             except RuntimeError:  # no memory left there: rows come with their batch
-                view.has_room = False
+                view.has_ring = False
             return view.ring
 
 

@@ -64,8 +64,6 @@ class View:
     """Those of them that count the samples."""
     ring: Ring | None = None
     """Rows on the device, where they are gathered from there; kept from pass to pass."""
-    has_room: bool = True
-    """False once the device had no memory left for a ring."""
     room_looked_at: float = field(default_factory=time.monotonic, init=False)
     padding: Padding | None = None
     """How the loader pads its samples; stored rows have none of it."""
@@ -81,7 +79,8 @@ class View:
 
     @cached_property
     def has_ring(self) -> bool:
-        """Whether rows are gathered from a ring on the device, which has all of them.
+        """Whether rows are gathered from a ring on the device, which has all of them; set to False
+        once that had no memory left for one.
 
         It spares the copy to the device for rows that are still there. On the host it would copy
         each row twice more, and take the interpreter from training: a reader's time for 64 records

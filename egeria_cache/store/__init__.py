@@ -23,11 +23,11 @@ from egeria_cache.store.disk.place import remove_generations
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.native import kernel
 from egeria_cache.store.reader import NotInMemoryError
-from egeria_cache.store.report import Report, contents, pack, survey, unpack, verify
+from egeria_cache.store.report import Report, pack, survey, unpack, verify
 from egeria_cache.store.store import ActivationStore
 
 __all__ = [
     "ROOT_FORMAT", "ActivationStore", "DamagedError", "Generation", "Located", "Manifest",
-    "NotInMemoryError", "Report", "contents", "kernel", "pack", "read_json", "remove_generations",
+    "NotInMemoryError", "Report", "kernel", "pack", "read_json", "remove_generations",
     "survey", "unpack", "verify", "write_json",
 ]  # fmt: skip

@@ -3,15 +3,13 @@
 Pure; one `Coder` per thread, for a zstd context that two share segfaults. No single codec wins:
 zstd for anything with repetitions, split planes for dense floats, a bitmap of the zeros before the
 split for activations behind a ReLU. Lossy storage (float16, bfloat16, or int8 with a scale per
-channel) is never the default: it is part of a generation's address, and the error it makes is
-measured on every batch.
+channel) is never the default: it is part of a generation's address.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -73,39 +71,12 @@ class NeedsKernelError(ValueError):
     """Nothing is wrong with stored bytes that cannot be decoded here."""
 
 
-@dataclass(slots=True)
-class LossyError:
-    """What lossy storage changed, summed over all elements stored so."""
-
-    squared_error: float = 0.0
-    squared_value: float = 0.0
-
-    @property
-    def relative_rms(self) -> float:
-        """Root mean square of the error over that of the values."""
-        known = self.squared_error >= 0 < self.squared_value  # else nothing, or forged
-        return math.sqrt(self.squared_error / self.squared_value) if known else 0.0
-
-    def join(self, other: LossyError) -> None:
-        """Account for what another one has seen."""
-        self.squared_error += other.squared_error
-        self.squared_value += other.squared_value
-
-    def add(self, exact: Tensor, stored: Tensor) -> None:
-        """Account for one batch."""
-        difference = exact.double() - stored.double()
-        self.squared_error += float(difference.square().sum())
-        self.squared_value += float(exact.double().square().sum())
-
-
 class Coder:
     """Encodes in one thread, with a codec that is set or tried out, and lossily if so wanted."""
 
     def __init__(self, label: str = "auto", storage: Storage = None) -> None:
         self.codec = next((one for one in Codec if one.label == label), None)
         self.storage = storage
-        self.error = LossyError()
-        """What the lossy format has changed."""
         self._general = zstandard.ZstdCompressor(level=1)
         # Exponents have a skewed histogram and no repetitions. Without match finding what is left
         # of zstd is its Huffman coder: 0.33 of the plane against 0.39, decoded twice as fast.

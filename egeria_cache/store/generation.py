@@ -22,7 +22,7 @@ import psutil
 from egeria_cache.attempt import without_modes
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs import Codec, Coder, LossyError
+from egeria_cache.store.codecs import Codec, Coder
 from egeria_cache.store.disk.files import LOCATED, GenerationFiles, Located, Totals, salvaged
 from egeria_cache.store.disk.manifest import GoneError, Manifest
 from egeria_cache.store.disk.place import Budget
@@ -262,7 +262,8 @@ class Generation:
             else:
                 num_written, num_left = self._commit(jobs)
         except GoneError as gone:
-            self._end(str(gone))
+            if self._stop(str(gone)):
+                self._warn(f"no longer used: {gone}")
         except (OSError, MemoryError, StoreError) as error:
             # Nothing is stored for a while, and reads go on: what is stored is intact.
             self._write_again_at = time.monotonic() + RETRY_S
@@ -279,7 +280,6 @@ class Generation:
         """Store what can be; return how many rows were stored, and how many are not stored now."""
         num_rows = sum(len(job.keys) for job in jobs)
         records, raw_bytes = list[Encoded](), 0
-        self._coder.error = LossyError()
         for job in jobs if self._takes_more else ():
             try:
                 records += self._encode(job, records)
@@ -288,8 +288,7 @@ class Generation:
                 self._warn(f"a batch cannot be stored: {problem}")
         if not records:
             return 0, num_rows
-        told = Totals(raw_bytes, 0, self._coder.error, self._coder.codec)
-        num_new, num_stored = self.take(records, told)
+        num_new, num_stored = self.take(records, Totals(raw_bytes, 0, self._coder.codec))
         if num_stored < num_new:
             self._write_again_at = time.monotonic() + RETRY_S
             where, limit = self._budget.directory, self._budget.limit_bytes / 1e6
@@ -319,7 +318,7 @@ class Generation:
 
         Args:
             records: Of this generation.
-            told: Of all of them: bytes decoded, the codec, and what lossy storage changed.
+            told: Of all of them: bytes decoded, and the codec.
 
         Returns:
             How many were not there yet, and how many of those were stored.
@@ -399,10 +398,6 @@ class Generation:
             first, self._stopped = self._stopped is None, self._stopped or reason
             self.alive = False
         return first
-
-    def _end(self, reason: str) -> None:
-        if self._stop(reason):
-            self._warn(f"no longer used: {reason}")
 
     def _warn(self, message: str, *, about: str = "trouble") -> None:
         with self._lock:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from egeria_cache.store.codecs import NeedsKernelError, unpack
 from egeria_cache.store.disk.files import Located, View
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Bytes, Kernel, kernel
+from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.schema import Layout, RecordError, decode_key
 
 Column = Tensor | list[Any]
@@ -28,8 +27,6 @@ MAPPED_BYTES = 1 << 17
 """From here on malloc may map memory anew, whose first touches cost three times the copy: of what
 PyTorch asks for, aligned, every third batch of 2 MiB; hardly ever for NumPy, which asks for huge
 pages besides, from 4 MiB on."""
-
-
 LARGE_BYTES = 1 << 20
 """Decoded: from here on a second thread helps to read a batch, where a core was mostly idle in the
 last minute. Beside others on all cores it would make a read of 2 ms one of 6."""
@@ -68,23 +65,26 @@ class Fetched:
         layout, sizes = self._view.layout, self._entries["size"]
         if not (self._waits or sizes.all()):
             raise NotInMemoryError
-        there = np.flatnonzero(sizes)
         if layout is None:
-            for row in there.tolist():
+            for row in np.flatnonzero(sizes).tolist():
                 self._fail(row, "what records hold is lost")
             return
-        native = kernel() if layout.is_plain else None
-        columns: Sequence[Column] = (
-            self._read_one_by_one(layout, there)
-            if native is None
-            else self._read_together(native, layout)
-        )
-        num_hits = np.count_nonzero(self.hit)
-        missing = np.flatnonzero(~self.hit).tolist() if num_hits < len(self._keys) else ()
-        for one, column in zip(layout.fields, columns, strict=True) if num_hits else ():
-            self.fields[one.name] = column
-            for row in missing if isinstance(column, Tensor) else ():
-                column[row].zero_()  # indices are not taken for every dtype
+        native, columns = kernel() if layout.is_plain else None, list[Column]()
+        if native is not None:
+            columns += self._read_together(native, layout)
+        else:
+            self._ask_for_all()
+            columns += ([None] * len(self._keys) for _ in layout.fields)
+        missing: list[int] = [] if self.hit.all() else np.flatnonzero(~self.hit).tolist()
+        for row in missing:  # from wherever it is now, or what is wrong with it is noted
+            for column, value in zip(columns, self._values(row) or (), strict=False):
+                column[row] = value
+        for one, column in zip(layout.fields, columns, strict=True) if self.hit.any() else ():
+            rows = column if isinstance(column, Tensor) else self._stacked(column)
+            self.fields[one.name] = rows
+            for row in missing if isinstance(rows, Tensor) else ():
+                if not self.hit[row]:
+                    rows[row].zero_()  # indices are not taken for every dtype
 
     def _fail(self, row: int, why: str, *, replaceable: bool = True) -> None:
         """Remember that a record cannot be read, and whether it may be stored again."""
@@ -94,7 +94,11 @@ class Fetched:
         hidden[key] = replaceable
 
     def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
-        """Read rows of tensors of fixed size in one call."""
+        """Read rows of tensors of fixed size in one call.
+
+        Raises:
+            NotInMemoryError: This does not wait, and not all of it is.
+        """
         view, keys, count = self._view, self._keys, len(self._keys)
         columns, described, whole_bytes = list[Tensor](), array("Q"), 0
         for one in layout.fields:
@@ -129,43 +133,36 @@ class Fetched:
             if one.storage is not None and one.dtype is not None:
                 columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
         self.hit = found == INTACT
-        if not self.hit.all():
-            self._read_rest(columns, found)
+        if self.hit.all():
+            return columns
+        if not self._waits and (found == ABSENT).any():  # all are read again, and what is wrong
+            raise NotInMemoryError
+        for row in np.flatnonzero(found == UNREADABLE).tolist():
+            self._fail(row, "the disk cannot read it", replaceable=False)
+            self._entries["size"][row] = 0
         return columns
 
-    def _read_rest(self, columns: Sequence[Tensor], found: Bytes) -> None:
-        """Read what was not intact from wherever it is now; or note what is wrong with it.
+    def _ask_for_all(self) -> None:
+        """Have the disk read what is not in memory.
 
         Raises:
             NotInMemoryError: This does not wait, and not all of it is.
         """
-        if not self._waits and (found == ABSENT).any():  # all are read again, and what is wrong
-            raise NotInMemoryError
-        for row in np.flatnonzero((self._entries["size"] > 0) & ~self.hit).tolist():
-            if found[row] == UNREADABLE:
-                self._fail(row, "the disk cannot read it", replaceable=False)
-                continue
-            for column, value in zip(columns, self._values(row) or (), strict=False):
-                assert isinstance(value, Tensor)
-                column[row] = value
-
-    def _read_one_by_one(self, layout: Layout, rows: npt.NDArray[np.int64]) -> list[Column]:
         descriptor = self._view.descriptor
-        for place, size, _ in self._entries[rows].tolist():
+        for place, size, _ in self._entries[self._entries["size"] > 0].tolist():
             if self._waits:
                 with contextlib.suppress(OSError, OverflowError):  # a damaged place
                     os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
             elif place and not _is_in_memory(descriptor, place, size):
                 raise NotInMemoryError
-        values: list[list[Any]] = [[None] * len(self._keys) for _ in layout.fields]
-        for row in rows.tolist():
-            for at, value in enumerate(self._values(row) or ()):
-                values[at][row] = value
-        return [self._column(one, rows[self.hit[rows]]) for one in values]
 
     def _values(self, row: int) -> list[Any] | None:
-        """Return what a record holds; None, with the reason noted, if it is not intact."""
+        """Return what a record holds; None if there is none, or with the reason noted, if it is not
+        intact.
+        """
         key = self._keys[row]
+        if not self._entries["size"][row]:
+            return None
         try:
             found = self._view.record(key, self._entries[row])
             values = [found.value(at) for at in range(len(found.payload))]
@@ -181,9 +178,9 @@ class Fetched:
             return values
         return None
 
-    def _column(self, values: list[Any], rows: npt.NDArray[np.int64]) -> Column:
-        """Return one tensor if all of these rows are alike, with zeros where there are none."""
-        there = [values[row] for row in rows.tolist()]
+    def _stacked(self, values: list[Any]) -> Column:
+        """Return one tensor if all rows that there are look alike, with zeros where none is."""
+        there = list(compress(values, self.hit))
         kinds = {(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in there}
         if len(kinds) != 1 or None in kinds:
             return values

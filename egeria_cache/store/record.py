@@ -88,26 +88,20 @@ Records = Sequence[Encoded]
 """Of one layout; of all or of none something may be superseded."""
 
 
-def blocks(records: Records, most_bytes: int) -> Iterator[tuple[list[int], memoryview]]:
+def blocks(records: Records, most_bytes: int) -> Iterator[tuple[list[int], bytes]]:
     """Yield where each of some neighbours begins, and their bytes, each record at a multiple of 8:
-    so many bytes together at most, or one record that is more. They lie in one place, in turns:
-    each is good until the next.
+    so many bytes together at most, or one record that is more.
     """
-    room, starts, end = memoryview(bytearray(most_bytes)), list[int](), 0
+    starts, pieces, end = list[int](), list[Any](), 0
     for one in records:
         if starts and end + aligned(one.size) > most_bytes:
-            yield starts, room[:end]
-            starts, end = [], 0
-        if aligned(one.size) > len(room):
-            room = memoryview(bytearray(aligned(one.size)))
+            yield starts, b"".join(pieces)
+            starts, pieces, end = [], [], 0
         starts.append(end)
-        for piece in one.pieces:
-            room[end : end + len(piece)] = piece
-            end += len(piece)
-        room[end : aligned(end)] = bytes(-end % ALIGNMENT)
-        end = aligned(end)
+        pieces += (*one.pieces, bytes(aligned(one.size) - one.size))
+        end += aligned(one.size)
     if starts:
-        yield starts, room[:end]
+        yield starts, b"".join(pieces)
 
 
 def encode_rows(
@@ -134,8 +128,7 @@ def encode_rows(
     """
     storages = {one.name: one.storage for one in known.fields} if known is not None else {}
     columns = [
-        _column(name, value, coder, storages.get(name, coder.storage))
-        for name, value in rows.items()
+        _column(name, value, storages.get(name, coder.storage)) for name, value in rows.items()
     ]
     layout = Layout(tuple(field for field, _ in columns))
     if known is not None and layout != known:
@@ -198,7 +191,7 @@ def _first(key_bytes: int, num_fields: int) -> struct.Struct:
 
 
 def _column(
-    name: str, value: Tensor | Sequence[Value], coder: Coder, storage: Storage
+    name: str, value: Tensor | Sequence[Value], storage: Storage
 ) -> tuple[FieldLayout, Bytes | Sequence[Value]]:
     """Return what is the same in all rows, and (B, bytes), without copying if possible; or what
     each record tells of itself.
@@ -207,15 +200,13 @@ def _column(
         return FieldLayout(name), value
     plain = value.detach().resolve_conj().resolve_neg().cpu()
     packed, used = codecs.pack(plain, storage)
-    if used is not None:
-        coder.error.add(plain, codecs.unpack(packed, tuple(value.shape[1:]), value.dtype, used))
     return FieldLayout(name, value.dtype, tuple(value.shape[1:]), used), packed.numpy()
 
 
 def _encode_free(value: Value, coder: Coder) -> tuple[Codec, bytes]:
     if not isinstance(value, Tensor):
         return Codec.RAW, encode_value(value)
-    field, data = _column("", value[None], coder, coder.storage)
+    field, data = _column("", value[None], coder.storage)
     assert isinstance(data, np.ndarray)
     used, stored = coder.encode(data[0], field.elements)
     head = json.dumps(field.told(), separators=(",", ":")).encode()

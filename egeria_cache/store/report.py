@@ -13,16 +13,15 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs import LossyError
+from egeria_cache.store.codecs import NeedsKernelError
 from egeria_cache.store.disk import manifest, place
-from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
 from egeria_cache.store.disk.manifest import FORMAT, DamagedError, GoneError, Manifest
 from egeria_cache.store.generation import Generation
@@ -43,11 +42,10 @@ def survey(directory: Path) -> Report:
     root = directory / place.ROOT_NAME
     if not os.path.lexists(root):
         raise StoreError(f"{directory} is not an Egeria cache: it has no {root.name}")
-    limit = manifest.read_json(root, manifest.ROOT_FORMAT).get("limit_bytes")
+    manifest.read_json(root, manifest.ROOT_FORMAT)
     found = [_glance(path) for path in place.generation_directories(directory, damaged=True)]
     return {
         "directory": str(directory),
-        "limit_bytes": limit if isinstance(limit, int) and 0 < limit < 2**63 else None,
         "bytes_on_disk": place.directory_bytes(directory),
         "healthy": all(one["damage"] is None for one in found),
         "generations": found,
@@ -76,7 +74,6 @@ def _glance(path: Path) -> Report:
         "raw_bytes": raw_bytes,
         "stored_bytes": stored_bytes,
         "ratio": raw_bytes / stored_bytes if stored_bytes else None,
-        "lossy_error": totals.error.relative_rms,
         "codec": None if totals.codec is None else totals.codec.label,
         "created": math.nan if known is None else known.created,
         "last_used": place.last_use(path),
@@ -86,59 +83,35 @@ def _glance(path: Path) -> Report:
     }
 
 
-def contents(path: Path) -> Report:
-    """Read the heads of all records of a generation: what their fields are, how many records there
-    are of each random draw, and how many of which nothing can be read.
+def verify(path: Path) -> Report:
+    """Check and decode every record of a generation.
 
-    Raises:
-        StoreError: It cannot be opened.
-        OSError: It cannot be read.
-    """
-    shapes: dict[str, str] = {}
-    variants: collections.Counter[int] = collections.Counter()
-    num_damaged = 0
-    if not is_unfinished(path):
-        with inspected(path) as view:
-            for key, record in view.records():
-                if isinstance(record, RecordError):
-                    num_damaged += 1
-                    continue
-                variants[_sample(key)[1]] += 1
-                for position in range(len(record.payload)):
-                    field, _ = record.field(position)
-                    name, kind = record.layout.fields[position].name, field.kind
-                    shapes[name] = kind if shapes.get(name, kind) == kind else "varies"
-    drawn = dict(sorted(variants.items()))
-    return {"fields": shapes, "variants": drawn, "num_damaged": num_damaged}
-
-
-def verify(path: Path) -> tuple[int, list[Report]]:
-    """Check and decode every record of a generation; return how many there are, and the damage.
+    Returns:
+        How many `records` there are, and the `damage` with its samples and reasons; of those that
+        are intact, what their `fields` are, and how many there are of each random draw: `variants`.
 
     Raises:
         StoreError: It cannot be told: a file is not ours, or cannot be opened now.
         OSError: The disk cannot be read.
     """
-    num_records, damage = 0, list[Report]()
+    fields, damage, num_records = dict[str, str](), list[Report](), 0
+    variants = collections.Counter[int]()
 
     def damaged(sample: str, reason: object) -> None:
         damage.append({"generation": path.name, "sample": sample, "reason": str(reason)})
 
     try:
-        if is_unfinished(path):
-            return 0, damage
-        # What another process writes to, it has looked at, and is not at rest.
-        if not place.in_use_elsewhere(path) and (problem := tree_problem(path)):
-            damaged("?", problem)
-            return 0, damage
-        with inspected(path) as view:
-            for key, record in view.records():
-                num_records += 1
-                try:
-                    _decode(record)
-                except ValueError as error:  # a RecordError is one
-                    sample, variant = _sample(key)
-                    damaged(f"{sample} (variant {variant})" if variant else sample, error)
+        for key, record in _records_in(path):
+            num_records += 1
+            sample, variant = _sample(key)
+            try:
+                found = _kinds(record)
+            except ValueError as error:  # a RecordError is one
+                damaged(f"{sample} (variant {variant})" if variant else sample, error)
+                continue
+            variants[variant] += 1
+            for name, kind in found.items():
+                fields[name] = kind if fields.get(name, kind) == kind else "varies"
     except GoneError:
         pass
     except (DamagedError, OSError) as error:
@@ -146,14 +119,26 @@ def verify(path: Path) -> tuple[int, list[Report]]:
             raise
         if os.path.lexists(path):  # else it was removed just now
             damaged("?", error)
-    return num_records, damage
+    drawn = dict(sorted(variants.items()))
+    return {"records": num_records, "damage": damage, "fields": fields, "variants": drawn}
 
 
-def _decode(record: Record | RecordError) -> None:
+def _records_in(path: Path) -> Iterator[tuple[bytes, Record | RecordError]]:
+    if not is_unfinished(path):
+        with inspected(path) as view:
+            yield from view.records()
+
+
+def _kinds(record: Record | RecordError) -> dict[str, str]:
+    """Return what each field of a record holds, all of which can be decoded."""
     if isinstance(record, RecordError):
         raise record
-    for position in range(len(record.payload)):
-        record.value(position)
+    found = {}
+    for position, field in enumerate(record.layout.fields):
+        with contextlib.suppress(NeedsKernelError):  # it is intact
+            record.value(position)
+        found[field.name] = record.field(position)[0].kind
+    return found
 
 
 def _sample(key: bytes) -> tuple[str, int]:
@@ -171,25 +156,11 @@ BLOCK_BYTES = 16 * 2**20
 """Of records that are stored together."""
 
 
-@dataclass(slots=True)
-class Parcelled:
-    """What was packed or unpacked."""
-
-    name: str
-    """Of the generation."""
-    num_records: int = 0
-    num_bytes: int = 0
-    """Of the stream."""
-    num_damaged: int = 0
-    """Records that were left out."""
-    num_known: int = 0
-    """Records that were there before."""
-    num_left: int = 0
-    """Records for which the limit had no room."""
-
-
-def pack(path: Path, out: BinaryIO) -> Parcelled:
+def pack(path: Path, out: BinaryIO) -> Report:
     """Write a generation to a stream; a live run may go on storing.
+
+    Returns:
+        How many records were `packed`, and left out because they are `damaged`; its name and size.
 
     Args:
         path: The generation's directory.
@@ -200,11 +171,11 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
         StoreError: It is of an earlier format.
         OSError: The stream cannot be written.
     """
-    done = Parcelled(path.name)
+    done: Report = {"generation": path.name, "packed": 0, "damaged": 0, "bytes": 0}
 
     def write(data: Any) -> None:
         out.write(data)
-        done.num_bytes += len(data)
+        done["bytes"] += len(data)
 
     with inspected(path) as view:
         about = {"format": FORMAT, "fields": dict(Manifest.read(path).fields)}
@@ -213,17 +184,20 @@ def pack(path: Path, out: BinaryIO) -> Parcelled:
         write(manifest.dumped(about, indent=None).encode() + b"\n")
         for _, found in view.records():
             if isinstance(found, RecordError):
-                done.num_damaged += 1
+                done["damaged"] += 1
             else:
                 write(found.whole)
-                done.num_records += 1
-    write(HEAD.pack(done.num_records, 0, 0))
+                done["packed"] += 1
+    write(HEAD.pack(done["packed"], 0, 0))
     out.flush()
     return done
 
 
-def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
+def unpack(stream: BinaryIO, store: ActivationStore) -> Report:
     """Store what `pack` has written; what is there already stays.
+
+    Returns:
+        How many records were `stored`, `known` before, and found `no_room`; its name and size.
 
     Raises:
         DamagedError: The stream is not what was packed, or was cut short. What came before that
@@ -232,31 +206,31 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Parcelled:
         OSError: The stream cannot be read, or the disk not be written.
     """
     fields, totals, layout = _description(stream.readline(manifest.MAX_JSON_BYTES))
-    done, records, num_taken = Parcelled(manifest.generation_name(fields)), list[Encoded](), 0
+    name, records, num_taken = manifest.generation_name(fields), list[Encoded](), 0
+    done: Report = {"generation": name, "stored": 0, "known": 0, "no_room": 0, "bytes": 0}
     generation = store.open_generation(fields)
     try:
-        for record in _records(stream, layout, done.name):
+        for record in _records(stream, layout, name):
             records.append(Encoded(layout, key_of(record), (record,), len(record)))
-            done.num_bytes += len(record)
-            if done.num_bytes >= num_taken + BLOCK_BYTES:
+            done["bytes"] += len(record)
+            if done["bytes"] >= num_taken + BLOCK_BYTES:
                 _take(generation, records, totals, done)
-                records, num_taken = [], done.num_bytes
+                records, num_taken = [], done["bytes"]
     finally:
         _take(generation, records, totals, done)
     return done
 
 
-def _take(generation: Generation, records: Records, totals: Totals, done: Parcelled) -> None:
+def _take(generation: Generation, records: Records, totals: Totals, done: Report) -> None:
     """Store records, with their part of the totals."""
     num_bytes = sum(one.size for one in records)
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
     num_new, num_stored = len(records), 0
     with contextlib.suppress(GoneError):  # the limit has no room even for an empty one
         num_new, num_stored = generation.take(records, replace(totals, raw_bytes=raw_bytes))
-        totals.error = LossyError()  # it is counted once
-    done.num_records += num_stored
-    done.num_known += len(records) - num_new
-    done.num_left += num_new - num_stored
+    done["stored"] += num_stored
+    done["known"] += len(records) - num_new
+    done["no_room"] += num_new - num_stored
 
 
 def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:

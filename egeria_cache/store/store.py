@@ -52,8 +52,6 @@ class StoreStats:
     """Their size decoded."""
     stored_bytes: int
     """Their size encoded."""
-    lossy_error: float
-    """Root mean square of what lossy storage changed, over that of the values; 0 if lossless."""
     bytes_on_disk: int
     """Of the whole directory, in whole pages."""
     limit_bytes: int
@@ -92,7 +90,7 @@ class ActivationStore:
         if storage_dtype is not None:
             check_choice("storage_dtype", storage_dtype, StorageDtype)
         self._codec, self._storage = codec, storage_dtype
-        place.claim_directory(self.directory, self.limit_bytes, force_network=force_network)
+        place.claim_directory(self.directory, force_network=force_network)
         self.was_used = bool(place.generation_directories(self.directory))
         """Whether it held generations when it was opened."""
         self._lock = threading.RLock()
@@ -206,7 +204,6 @@ class ActivationStore:
             num_samples=sum(one.num_samples for one in totals),
             raw_bytes=sum(one.raw_bytes for one in totals),
             stored_bytes=sum(one.stored_bytes for one in totals),
-            lossy_error=max((one.error.relative_rms for one in totals), default=0.0),
             bytes_on_disk=place.directory_bytes(self.directory),
             limit_bytes=self.limit_bytes,
         )

@@ -34,7 +34,7 @@ def filled(directory, codec="auto"):
 def packed(directory, name):
     out = io.BytesIO()
     done = pack(directory / name, out)
-    assert done.num_bytes == len(out.getvalue())
+    assert done["bytes"] == len(out.getvalue())
     return out.getvalue(), done
 
 
@@ -44,11 +44,11 @@ def test_what_is_unpacked_is_what_was_packed(tmp_path, codec, block_bytes, monke
     monkeypatch.setattr(parcel_module, "BLOCK_BYTES", block_bytes)
     name, rows = filled(tmp_path / "one", codec)
     stream, done = packed(tmp_path / "one", name)
-    assert done.num_records == len(IDS) + 1
+    assert done["packed"] == len(IDS) + 1
     with ActivationStore(tmp_path / "other") as store:
-        assert unpack(io.BytesIO(stream), store).num_records == len(IDS) + 1
+        assert unpack(io.BytesIO(stream), store)["stored"] == len(IDS) + 1
         again = unpack(io.BytesIO(stream), store)
-        assert (again.num_records, again.num_known) == (0, len(IDS) + 1)
+        assert (again["stored"], again["known"]) == (0, len(IDS) + 1)
         generation = store.open_generation(FIELDS)
         assert generation.name == name
         found, hit = generation.get_batch(IDS)
@@ -117,7 +117,7 @@ def test_a_damaged_record_is_left_out(tmp_path):
     name, _ = filled(tmp_path / "one", "raw")
     damage_a_record(tmp_path / "one" / name)
     _, done = packed(tmp_path / "one", name)
-    assert (done.num_records, done.num_damaged) == (len(IDS), 1)
+    assert (done["packed"], done["damaged"]) == (len(IDS), 1)
 
 
 # Whatever a cache directory holds: an answer, valid JSON, an exit code, and no escape sequence.

@@ -104,12 +104,11 @@ def test_what_the_storage_cannot_hold_keeps_every_bit(rows, storage):
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "split+zstd", "bitmap+split", "auto"])
 @pytest.mark.parametrize("storage", ["float16", "bfloat16", "int8"])
-def test_a_lossy_generation_has_its_own_address_and_states_its_error(directory, storage, codec):
+def test_a_lossy_generation_has_its_own_address(directory, storage, codec):
     batch = {"act": torch.randn(20, 8, 16), "label": torch.arange(20)}
     batch["ragged"] = [torch.ones(3)] * 20
     with ActivationStore(directory, codec=codec) as store:
         exact = store.open_generation({"a": 1}).name
-        assert store.stats().lossy_error == 0
     with ActivationStore(directory, codec=codec, storage_dtype=storage) as store:
         generation = store.open_generation({"a": 1})
         assert generation.name != exact
@@ -121,7 +120,3 @@ def test_a_lossy_generation_has_its_own_address_and_states_its_error(directory, 
         torch.testing.assert_close(got["act"][[0, 2]], batch["act"][[3, 4]], atol=0.02, rtol=0.02)
         assert not got["act"][1].any()
         assert got["label"][[0, 2]].tolist() == [3, 4]
-        assert 0 < store.stats().lossy_error < 0.01
-    with ActivationStore(directory, storage_dtype=storage) as store:
-        store.open_generation({"a": 1})
-        assert 0 < store.stats().lossy_error < 0.01

@@ -36,7 +36,7 @@ from egeria_cache.store.disk.place import (
 )
 from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.native import SWITCH, kernel
-from egeria_cache.store.report import contents, pack, survey, verify
+from egeria_cache.store.report import pack, survey, verify
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import (
     DEADLINE_S,
@@ -194,7 +194,7 @@ def test_a_tree_that_was_damaged_is_set_aside_counted_shown_and_not_deleted(copy
     time_ns = (path / "data.mdb").stat().st_mtime_ns
     damage(path)
     os.utime(path / "data.mdb", ns=(time_ns, time_ns))
-    assert [one["generation"] for one in verify(path)[1]] == [path.name]
+    assert [one["generation"] for one in verify(path)["damage"]] == [path.name]
     before = (path / "data.mdb").read_bytes()
     assert sorted(use(copy)) == [0, COUNT, COUNT, COUNT]
     (aside,) = copy.glob("damaged-*")
@@ -257,13 +257,13 @@ def test_a_sector_that_cannot_be_read_is_one_damaged_record_named_and_walked_on(
         before = store.stats().stored_bytes
         keep(store, range(COUNT), values)
         assert store.stats().stored_bytes == before
-    (damage,) = verify(path)[1]
+    found = verify(path)
+    (damage,) = found["damage"]
     assert damage["sample"] == "5"
     assert "Input/output error" in damage["reason"]
-    inside = contents(path)
-    assert (sum(inside["variants"].values()), inside["num_damaged"]) == (COUNT - 1, 1)
+    assert sum(found["variants"].values()) == COUNT - 1
     done = pack(path, io.BytesIO())
-    assert (done.num_records, done.num_damaged) == (COUNT - 1, 1)
+    assert (done["packed"], done["damaged"]) == (COUNT - 1, 1)
     monkeypatch.undo()
     kernel.cache_clear()
     with ActivationStore(tmp_path / "cache") as store:
@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
             with pytest.raises(StoreError, match="Input/output error"):
                 store.open_generation(fields)
         for path in paths:
-            (damaged,) = verify(path)[1]
+            (damaged,) = verify(path)["damage"]
             assert "Input/output error" in damaged["reason"]
     assert [(path / "data.mdb").read_bytes() for path in paths] == before
     with monkeypatch.context() as patched, ActivationStore(copy) as store:
@@ -379,7 +379,7 @@ def test_what_cannot_be_opened_for_a_moment_is_not_damaged(copy, monkeypatch, nu
             store.open_generation(FIELDS[0])
         assert not any(one["damage"] for one in survey(copy)["generations"])
         with contextlib.suppress(StoreError, PermissionError):
-            assert number != errno.EACCES or not verify(generation_directories(copy)[0])[1]
+            assert number != errno.EACCES or not verify(generation_directories(copy)[0])["damage"]
         patched.undo()
         assert store.open_generation(FIELDS[0]).get_batch(range(COUNT))[1].all()
     assert not list(copy.glob("damaged-*"))
@@ -619,7 +619,7 @@ def test_kill_9_loses_nothing_that_was_flushed_and_needs_no_repair(tmp_path, num
             if pid and committed >= wanted and not last:
                 os.kill(pid, signal.SIGKILL)
         for path in directory.glob("gen-*"):
-            assert list(verify(path)[1]) == []
+            assert list(verify(path)["damage"]) == []
         with ActivationStore(directory) as store:
             hit = assert_right(store, range(committed + 64))
             assert hit[:committed].all()
@@ -644,7 +644,7 @@ def test_a_generation_whose_files_are_still_empty_is_not_damaged(directory, made
     with pytest.raises(gone), inspected(generation):
         pass
     for path in directory.glob("gen-*"):
-        assert list(verify(path)[1]) == []
+        assert list(verify(path)["damage"]) == []
     with ActivationStore(directory) as store:
         keep(store, [1], rows([1]))
         assert assert_right(store, [1]).all()
@@ -842,7 +842,7 @@ def test_a_hundred_stores_dropped_without_close_leave_nothing(tmp_path):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     for path in tmp_path.glob("cache-*/gen-*"):
         assert not in_use_elsewhere(path)
-        assert len(list(verify(path)[1])) == 0
+        assert len(list(verify(path)["damage"])) == 0
     with ActivationStore(tmp_path / "cache-0") as store:
         assert store.contains(range(0, 100, 5)).all()  # what was queued was still written
 

@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.errors import StoreError
-from egeria_cache.store.codecs import Codec, LossyError
+from egeria_cache.store.codecs import Codec
 from egeria_cache.store.disk.environment import DATA_NAME, PAGE_BYTES, Environment
 from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
 from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
@@ -45,7 +45,7 @@ ENTRY_BYTES = 8 + 2 + ENTRY.itemsize
 """Of a page of LMDB, without the key."""
 _BLOCK_KEY, _ENTRY = struct.Struct(">Q"), struct.Struct("<QII")
 TOTALS, LAYOUT = b"totals", b"layout"
-_TOTALS = struct.Struct("<QQddQ")
+_TOTALS = struct.Struct("<QQ16xQ")
 _NO_CODEC = 255
 FEW_BLOCKS = 16
 """Of a disk: fewer are left once it was full."""
@@ -59,8 +59,6 @@ class Totals:
     """Decoded."""
     stored_bytes: int = 0
     """Encoded, with headers."""
-    error: LossyError = field(default_factory=LossyError)
-    """What lossy storage changed."""
     codec: Codec | None = None
     """What records were last written with; each field of each record names its own."""
     num_samples: int = 0
@@ -69,15 +67,14 @@ class Totals:
     @classmethod
     def parse(cls, stored: Any) -> Totals:
         """Undo `pack`."""
-        raw_bytes, stored_bytes, *error, code = _TOTALS.unpack(stored)
+        raw_bytes, stored_bytes, code = _TOTALS.unpack(stored)
         codec = Codec(code) if code in Codec._value2member_map_ else None
-        return cls(raw_bytes, stored_bytes, LossyError(*error), codec)
+        return cls(raw_bytes, stored_bytes, codec)
 
     def pack(self) -> bytes:
         """Return the bytes of a commit's head."""
-        changed = self.error.squared_error, self.error.squared_value
         code = _NO_CODEC if self.codec is None else self.codec
-        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, *changed, code)
+        return _TOTALS.pack(self.raw_bytes, self.stored_bytes, code)
 
 
 def is_unfinished(directory: Path) -> bool:
@@ -339,7 +336,6 @@ class View:
         totals.raw_bytes += raw_bytes
         totals.stored_bytes += sum(one.size for one in records)
         totals.codec = told.codec
-        totals.error.join(told.error)
         put(TOTALS, totals.pack(), db=about)
 
     def _add_blocks(self, records: Records, most_bytes: int) -> Iterator[tuple[bytes, bytes]]:

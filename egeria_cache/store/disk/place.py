@@ -14,9 +14,8 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -41,6 +40,7 @@ OUR_FILES = (
 )  # fmt: skip
 """Of a generation, in the order of their removal: what carries no manifest any more holds nothing
 else of ours. Those of earlier formats are among them."""
+_ROOT = {"format": ROOT_FORMAT, "created_by": "egeria"}
 OURS = f".{ROOT_NAME}.", LOCK_NAME, "gen-", "damaged-gen-", "note-", ".note-"
 """What a cache's files begin with: where nothing else is, a root that was lost is written anew."""
 LOCK_WAIT_S = 10.0
@@ -57,7 +57,7 @@ NETWORK_TYPES = frozenset(
 # -- the directory ---------------------------------------------------------------------------
 
 
-def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -> None:
+def claim_directory(directory: Path, *, force_network: bool) -> None:
     """Create the directory, or check that it is a cache this release can use.
 
     Raises:
@@ -78,7 +78,7 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
         # A beginning by another process, or by one that was killed, is not foreign.
         names = sorted(path.name for path in directory.iterdir())
         if ROOT_NAME in names:
-            _join(root, limit_bytes)
+            _join(root)
             return
         foreign = [name for name in names if not name.startswith(OURS)]
         if foreign:
@@ -86,7 +86,7 @@ def claim_directory(directory: Path, limit_bytes: int, *, force_network: bool) -
                 f"{directory} is not an Egeria cache: it holds {foreign[0]!r}; choose an empty or "
                 "new directory"
             )
-        _write_root(root, limit_bytes)
+        write_json(root, _ROOT)
     except (NotADirectoryError, FileExistsError) as error:
         raise StoreError(
             f"{directory} is not a directory; give the path of one, which need not exist yet"
@@ -131,24 +131,16 @@ def _check_private(directory: Path) -> None:
             directory.chmod(0o700)
 
 
-def _join(root: Path, limit_bytes: int) -> None:
-    """Read the root of an existing cache, and note our limit in it, for `cache-inspect` alone."""
-    try:
-        content = read_json(root, ROOT_FORMAT)
-    except DamagedError as error:  # nothing in it is needed
-        logger.warning("%s; it is written anew", error)
-        content = {}
+def _join(root: Path) -> None:
+    """Read the root of an existing cache."""
     if not os.access(root.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    if content.get("limit_bytes") != limit_bytes:
+    try:
+        read_json(root, ROOT_FORMAT)
+    except DamagedError as error:  # nothing in it is needed
+        logger.warning("%s; it is written anew", error)
         with contextlib.suppress(OSError):  # a full disk
-            _write_root(root, limit_bytes, content)
-
-
-def _write_root(root: Path, limit_bytes: int, known: Mapping[str, Any] | None = None) -> None:
-    """Write it; what is not ours to know stays as it was."""
-    ours = {"format": ROOT_FORMAT, "created_by": "egeria", "limit_bytes": limit_bytes}
-    write_json(root, {**(known or {}), **ours})
+            write_json(root, _ROOT)
 
 
 # -- generations in it -----------------------------------------------------------------------
