@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -248,22 +247,18 @@ def prune(options: argparse.Namespace, report: Report) -> Told:
         raise ValueError(
             "prune needs --older-than DAYS (0 or more), --to-size, --unused or --damaged"
         )
-    unused = sorted(
-        (one for one in report["generations"] if not one["in_use"]), key=itemgetter("last_used")
-    )
     before = time.time() - 86_400 * days
     most = parse_size(options.to_size) if options.to_size else math.inf
-    doomed = [
-        one
-        for one in unused
-        if options.unused or (options.damaged and one["damage"]) or one["last_used"] < before
-    ]
-    left = report["bytes_on_disk"] - sum(one["bytes_on_disk"] for one in doomed)
-    for one in unused:
-        if left > most and one not in doomed:
-            doomed.append(one)
+
+    def is_due(one: Report) -> bool:
+        is_damaged = options.damaged and one["damage"]
+        return bool(options.unused or is_damaged or one["last_used"] < before)
+
+    sizes, left = dict[str, int](), report["bytes_on_disk"]
+    for one in sorted(report["generations"], key=lambda one: (not is_due(one), one["last_used"])):
+        if not one["in_use"] and (is_due(one) or left > most):
+            sizes[one["name"]] = one["bytes_on_disk"]
             left -= one["bytes_on_disk"]
-    sizes = {one["name"]: one["bytes_on_disk"] for one in doomed}
     outcome = dict.fromkeys(sizes, "would be removed")
     if options.yes:
         gone = store.remove_generations(options.directory, sizes)

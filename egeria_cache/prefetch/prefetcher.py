@@ -257,9 +257,7 @@ class Prefetcher:
             new = ring.adopt(number, samples, entry.draws)
         tensors: dict[str, Any] = {}
         if len(new):
-            mask = np.zeros(len(samples), np.bool_)
-            mask[new] = True
-            located = entry.located[mask]
+            located = entry.located[new]
             tensors, found = view.generation.get_located(located, pin_memory=pins(view.device))
             if not found.all():
                 return False

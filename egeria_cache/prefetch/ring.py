@@ -2,7 +2,7 @@
 
 One slab of slots per cached tensor, and beside them a table, `int32 slot_of[sample]`: so that a
 batch is gathered by the numbers of its samples, which lie on the device by then, in two kernels
-that need nothing of the host (`Ring.rows`). The host has the same table (`Slots`), plans by it,
+that need nothing of the host (`Ring.rows`). The host has the same table, plans by it,
 and says what may be gathered.
 
 Padded rows lie there as long as the longest that was seen: what is copied is as long as the longest
@@ -39,94 +39,6 @@ NOBODY = 0
 """The slot that is never given out: what is resident nowhere lies there."""
 
 
-class Slots:
-    """A direct-address table from sample numbers to slots, and what is known of each slot.
-
-    Not thread-safe. Of each sample one random draw is resident: a newer one takes its place.
-
-    Args:
-        num_slots: How many rows there is room for; they are numbered from 1.
-        num_samples: Sample numbers are below this.
-    """
-
-    def __init__(self, num_slots: int, num_samples: int) -> None:
-        self.num_slots, self.num_samples = num_slots, num_samples
-        # Zeroed memory is taken page by page, as samples are seen.
-        self._slot_of = np.zeros(num_samples, np.int32)
-        self._sample_at = np.full(num_slots + 1, -1, np.int64)
-        self._draw_at = np.zeros(num_slots + 1, np.int64)
-        self.stamp_at = np.zeros(num_slots + 1, np.int64)
-        """What changes when a slot is given to other rows, or its sample to another slot."""
-        self._needed_by = np.full(num_slots + 1, -1, np.int64)
-        self._oldest_needed, self._hand, self._stamp = 0, 0, 0
-
-    def find(self, samples: Numbers, draws: Numbers) -> Slot:
-        """Return the slots of samples, NOBODY for those that are not resident; shape (B,)."""
-        slots = self._slot_of[samples]
-        slots *= self._draw_at[slots] == draws
-        return slots
-
-    def adopt(self, batch: int, samples: Numbers, draws: Numbers) -> Numbers:
-        """Keep what is resident of a batch until it was used.
-
-        Returns:
-            Positions of the others, each sample once.
-        """
-        slots = self.find(samples, draws)
-        # Not this batch's number alone: readers run side by side.
-        self._needed_by[slots] = np.maximum(self._needed_by[slots], batch)
-        missing = np.flatnonzero(slots == NOBODY)
-        if len(missing):
-            _, first = np.unique(samples[missing], return_index=True)
-            missing = missing[np.sort(first)]
-        return missing
-
-    def place(
-        self, batch: int, samples: Numbers, draws: Numbers
-    ) -> tuple[Numbers, Numbers, Numbers] | None:
-        """Give slots to rows of a batch, each sample once.
-
-        What is there by now (another thread has read it, too) is kept as it is.
-
-        Returns:
-            Positions of the rows that are not there yet; a slot for each, mostly neighbours; and
-            samples that lie nowhere from now on. None, and no change: there is no room.
-        """
-        new = self.adopt(batch, samples, draws)
-        samples, draws = samples[new], draws[new]
-        slots = self._take(len(samples))
-        if slots is None:
-            return None
-        before = self._slot_of[samples]  # where other draws of these samples are
-        before = before[before != NOBODY]
-        self._sample_at[before], self.stamp_at[before], self._needed_by[before] = -1, 0, -1
-        evicted = self._sample_at[slots]
-        evicted = evicted[evicted >= 0]
-        self._slot_of[evicted] = NOBODY
-        self._slot_of[samples] = slots
-        self._stamp += 1
-        self._sample_at[slots], self._draw_at[slots] = samples, draws
-        self.stamp_at[slots], self._needed_by[slots] = self._stamp, batch
-        return new, slots, evicted
-
-    def release_before(self, batch: int) -> None:
-        """Rows that only batches numbered below `batch` need may be evicted from now on."""
-        self._oldest_needed = max(self._oldest_needed, batch)
-
-    def _take(self, count: int) -> Numbers | None:
-        """Return the next slots in the circle that no batch needs."""
-        first, end = self._hand + 1, self._hand + 1 + count
-        if end <= self.num_slots + 1 and (self._needed_by[first:end] < self._oldest_needed).all():
-            self._hand += count
-            return np.arange(first, end)
-        ahead = (self._hand + np.arange(self.num_slots)) % self.num_slots + 1
-        free = ahead[self._needed_by[ahead] < self._oldest_needed][:count]
-        if len(free) < count:
-            return None
-        self._hand = int(free[-1]) if count else self._hand
-        return free
-
-
 def numbered(ids: Sequence[SampleId], num_samples: int) -> Numbers | None:
     """Return sample IDs as numbers in a table, shape (B,); None: not all are."""
     if set(map(type, ids)) != {int}:
@@ -154,7 +66,8 @@ class Place:
 
 
 class Ring:
-    """Slots for the rows of recent and coming batches, found by sample and draw.
+    """Slots for the rows of recent and coming batches, found by sample and draw: of each sample one
+    random draw is resident, and a newer one takes its place. They are numbered from 1.
 
     `kept` values (labels and the like) stay on the host beside them, so that a resident sample
     needs no second read of its record.
@@ -192,7 +105,15 @@ class Ring:
         self.is_closed = False
         self._padded = padded or {}
         self._lock = threading.RLock()
-        self._slots = Slots(num_slots, num_samples)
+        self._num_slots = num_slots
+        # Zeroed memory is taken page by page, as samples are seen.
+        self._slot_of = np.zeros(num_samples, np.int32)
+        self._sample_at = np.full(num_slots + 1, -1, np.int64)
+        self._draw_at = np.zeros(num_slots + 1, np.int64)
+        self._stamp_at = np.zeros(num_slots + 1, np.int64)
+        """What changes when a slot is given to other rows, or its sample to another slot."""
+        self._needed_by = np.full(num_slots + 1, -1, np.int64)
+        self._oldest_needed, self._hand, self._stamp = 0, 0, 0
         self._kept: dict[str, Tensor | dict[int, Any]] = {}
         self._lane = Lane(device)
         self._lane.follow_current()  # the slabs' memory may have been another's until now
@@ -214,9 +135,20 @@ class Ring:
         return found if any(row.is_meta for row in found.values()) else None
 
     def adopt(self, batch: int, samples: Numbers, draws: Numbers) -> Numbers:
-        """Keep what is resident of a batch until it was used; return the positions of the rest."""
+        """Keep what is resident of a batch until it was used.
+
+        Returns:
+            Positions of the others, each sample once.
+        """
         with self._lock:
-            return self._slots.adopt(batch, samples, draws)
+            slots = self._find(samples, draws)
+            # Not this batch's number alone: readers run side by side.
+            self._needed_by[slots] = np.maximum(self._needed_by[slots], batch)
+        missing = np.flatnonzero(slots == NOBODY)
+        if len(missing):
+            _, first = np.unique(samples[missing], return_index=True)
+            missing = missing[np.sort(first)]
+        return missing
 
     def insert(
         self,
@@ -240,7 +172,7 @@ class Ring:
             False if there is no room left among batches still needed; nothing was placed then.
         """
         with self._lock:
-            placed = None if self.is_closed else self._slots.place(batch, samples, draws)
+            placed = None if self.is_closed else self._give(batch, samples, draws)
             if placed is None:
                 return False
             new, slots, evicted = placed
@@ -272,7 +204,7 @@ class Ring:
             LookupError: One of them is not resident.
         """
         with self._lock:
-            slots = self._slots.find(samples, draws)
+            slots = self._find(samples, draws)
             if self.is_closed or not slots.all():
                 raise LookupError("not all rows are in the ring")
             held: list[Tensor] = []
@@ -285,7 +217,7 @@ class Ring:
                 path: values[at] if isinstance(values, Tensor) else [values[n] for n in at]
                 for path, values in self._kept.items()
             }
-            return Place(slots, self._slots.stamp_at[slots], index, ready, kept)
+            return Place(slots, self._stamp_at[slots], index, ready, kept)
 
     def gather(
         self, place: Place, sizes: Mapping[str, Sequence[int]] | None = None
@@ -301,7 +233,7 @@ class Ring:
             LookupError: One of them was evicted, or the ring closed.
         """
         with self._lock:
-            is_there = (self._slots.stamp_at[place.slots] == place.stamps).all()
+            is_there = (self._stamp_at[place.slots] == place.stamps).all()
             if self.is_closed or not is_there:
                 raise LookupError("not all rows are in the ring any more")
             self._lane.lead(place.ready)
@@ -331,9 +263,9 @@ class Ring:
         return {name: part.index_select(0, slots) for name, part in parts.items()}
 
     def release_before(self, batch: int) -> None:
-        """Batches numbered below `batch` may be evicted from now on."""
+        """Rows that only batches numbered below `batch` need may be evicted from now on."""
         with self._lock:
-            self._slots.release_before(batch)
+            self._oldest_needed = max(self._oldest_needed, batch)
 
     def close(self) -> None:
         """Serve nothing more, and give the memory back. Idempotent."""
@@ -344,12 +276,59 @@ class Ring:
                 self.table = torch.empty(0, dtype=torch.int32, device=self.device)
                 self.slabs, self._kept = {}, {}
 
+    def _find(self, samples: Numbers, draws: Numbers) -> Slot:
+        """Return the slots of samples, NOBODY for those that are not resident; shape (B,)."""
+        slots = self._slot_of[samples]
+        slots *= self._draw_at[slots] == draws
+        return slots
+
+    def _give(
+        self, batch: int, samples: Numbers, draws: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers] | None:
+        """Give slots to rows of a batch, each sample once; under the lock.
+
+        What is there by now (another thread has read it, too) is kept as it is.
+
+        Returns:
+            Positions of the rows that are not there yet; a slot for each, mostly neighbours; and
+            samples that lie nowhere from now on. None, and no change: there is no room.
+        """
+        new = self.adopt(batch, samples, draws)
+        samples, draws = samples[new], draws[new]
+        slots = self._take(len(samples))
+        if slots is None:
+            return None
+        before = self._slot_of[samples]  # where other draws of these samples are
+        before = before[before != NOBODY]
+        self._sample_at[before], self._stamp_at[before], self._needed_by[before] = -1, 0, -1
+        evicted = self._sample_at[slots]
+        evicted = evicted[evicted >= 0]
+        self._slot_of[evicted] = NOBODY
+        self._slot_of[samples] = slots
+        self._stamp += 1
+        self._sample_at[slots], self._draw_at[slots] = samples, draws
+        self._stamp_at[slots], self._needed_by[slots] = self._stamp, batch
+        return new, slots, evicted
+
+    def _take(self, count: int) -> Numbers | None:
+        """Return the next slots in the circle that no batch needs."""
+        first, end = self._hand + 1, self._hand + 1 + count
+        if end <= self._num_slots + 1 and (self._needed_by[first:end] < self._oldest_needed).all():
+            self._hand += count
+            return np.arange(first, end)
+        ahead = (self._hand + np.arange(self._num_slots)) % self._num_slots + 1
+        free = ahead[self._needed_by[ahead] < self._oldest_needed][:count]
+        if len(free) < count:
+            return None
+        self._hand = int(free[-1]) if count else self._hand
+        return free
+
     def _keep(self, path: str, values: Column, slots: Numbers, new: Numbers) -> None:
         """Remember host values, as a tensor of all slots where they are tensors of one shape."""
         table = self._kept.get(path)
         if isinstance(values, Tensor) and not isinstance(table, dict):
             if table is None:
-                shape = (self._slots.num_slots + 1, *values.shape[1:])
+                shape = (self._num_slots + 1, *values.shape[1:])
                 table = self._kept[path] = values.new_empty(shape)
             table[torch.from_numpy(slots)] = values[torch.from_numpy(new)]
             return

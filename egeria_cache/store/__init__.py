@@ -7,19 +7,19 @@ gave it, and a record holds named tensors.
 A generation is one LMDB environment. The way of a read: `store` > `generation` > `reader` > a view
 of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `record`
 > `codecs`; of a write: `generation` > `writer` > `record` > a commit of `disk/files`. `disk` has
-the files: the directory, its limit and its locks (`place`), what a generation is (`manifest`),
+the files: the directory, its limit and its locks, what a generation is (`place`),
 LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: `report`.
 """
 
 from egeria_cache.store.disk.files import Located
-from egeria_cache.store.disk.manifest import (
+from egeria_cache.store.disk.place import (
     ROOT_FORMAT,
     DamagedError,
     Manifest,
     read_json,
+    remove_generations,
     write_json,
 )
-from egeria_cache.store.disk.place import remove_generations
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.native import kernel
 from egeria_cache.store.reader import NotInMemoryError

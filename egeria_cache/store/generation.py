@@ -22,21 +22,12 @@ import psutil
 from egeria_cache.attempt import without_modes
 from egeria_cache.device import batch_to_host
 from egeria_cache.errors import StoreError
+from egeria_cache.store import record
 from egeria_cache.store.codecs import Codec, Coder
 from egeria_cache.store.disk.files import LOCATED, GenerationFiles, Located, Totals, salvaged
-from egeria_cache.store.disk.manifest import GoneError, Manifest
-from egeria_cache.store.disk.place import Budget
+from egeria_cache.store.disk.place import Budget, GoneError, Manifest
 from egeria_cache.store.reader import Fetched
-from egeria_cache.store.record import Encoded, Records, Rows, choose_codec, encode_rows
-from egeria_cache.store.schema import (
-    INT,
-    INT_KEY,
-    SIGN,
-    SampleId,
-    Variants,
-    encode_key,
-    superseded,
-)
+from egeria_cache.store.record import Encoded, Records, Rows, SampleId, Variants, encode_rows
 from egeria_cache.store.writer import Job, Writer
 
 logger = logging.getLogger("egeria_cache.store")
@@ -60,14 +51,16 @@ def encode_keys(ids: Sequence[SampleId], variant: Variants = 0) -> list[bytes]:
     """
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
-    each, pack = np.full(len(ids), variant).tolist(), INT_KEY.pack
+    each, pack = np.full(len(ids), variant).tolist(), record.INT_KEY.pack
     try:
         return [
-            pack(INT, one + SIGN, which) if type(one) is int else encode_key(one, which)
+            pack(record.INT, one + record.SIGN, which)
+            if type(one) is int
+            else record.encode_key(one, which)
             for one, which in zip(ids, each, strict=True)
         ]
     except struct.error:  # an integer or a variant too large for that
-        return list(map(encode_key, ids, each))
+        return list(map(record.encode_key, ids, each))
 
 
 class Generation:
@@ -227,7 +220,7 @@ class Generation:
         keys = encode_keys(ids, variant)
         if not self._takes_more or not self._writer.alive or self._writer.is_full:
             return self._refuse(keys)
-        replaced = None if replaces is None else superseded(keys, replaces)
+        replaced = None if replaces is None else record.superseded(keys, replaces)
         with without_modes():
             rows, ready = batch_to_host(dict(tensors))
         return self._submit(Job(self, keys, rows, ready, replaced)) or self._refuse(keys)
@@ -356,7 +349,7 @@ class Generation:
             why = f"{Codec.RAW.label}: {expected / 1e6:.0f} MB for all samples are few"
             self._coder.codec = Codec.RAW
         else:
-            why = choose_codec(job.keys, job.rows, self._coder)
+            why = record.choose_codec(job.keys, job.rows, self._coder)
         logger.info("%s: codec %s", self.name, why)
 
     # -- the end ----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Kernel:
         if len(out) % elements[0]:
             return False
         assert out.flags.c_contiguous
-        own, source = self.own.unpacker, np.frombuffer(stored, np.uint8)
+        own, source = self.own, np.frombuffer(stored, np.uint8)
         if len(own.room) < room_bytes(len(out)):
             own.room = np.empty(room_bytes(len(out)), np.uint8)
         decoder = array("Q", [self.unzstd, own.context, *elements])
@@ -67,8 +67,8 @@ class Kernel:
         return bool(self._decode(decoder.buffer_info()[0], codec, *places))
 
 
-class Unpacker:
-    """zstd's state for one thread, and room for what is decoded, for it and its helper."""
+class _Own(threading.local):
+    """zstd's state for each thread, and room for what is decoded, for it and its helper."""
 
     def __init__(self, zstd: ctypes.CDLL) -> None:
         self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
@@ -76,16 +76,9 @@ class Unpacker:
             raise MemoryError("zstd has no memory for its state")
         free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
-        weakref.finalize(self, free, self.context).atexit = False
+        weakref.finalize(threading.current_thread(), free, self.context).atexit = False
         self.room = np.empty(0, np.uint8)
         """Grows, and stays: what is new with each batch is faulted in each time."""
-
-
-class _Own(threading.local):
-    """What each thread has of its own."""
-
-    def __init__(self, zstd: ctypes.CDLL) -> None:
-        self.unpacker = Unpacker(zstd)
 
 
 @functools.cache

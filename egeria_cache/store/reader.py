@@ -20,7 +20,7 @@ from torch import Tensor
 from egeria_cache.store.codecs import NeedsKernelError, unpack
 from egeria_cache.store.disk.files import Located, View
 from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
-from egeria_cache.store.schema import Layout, RecordError, decode_key
+from egeria_cache.store.record import Layout, RecordError, decode_key
 
 Column = Tensor | list[Any]
 MAPPED_BYTES = 1 << 17
@@ -116,7 +116,7 @@ class Fetched:
         if whole_bytes >= LARGE_BYTES:
             with contextlib.suppress(OSError):  # where it is hidden
                 is_helped = len(os.sched_getaffinity(0)) - os.getloadavg()[0] > 0.5
-        own, (decode_bytes, room_bytes) = native.own.unpacker, layout.room
+        own, (decode_bytes, room_bytes) = native.own, layout.room
         if len(own.room) < room_bytes << is_helped:
             own.room = np.empty(room_bytes << is_helped, np.uint8)
         found, each_key = np.zeros(count, np.uint8), array("B", b"".join(keys))

@@ -21,12 +21,11 @@ import xxhash
 
 from egeria_cache.errors import StoreError
 from egeria_cache.store.codecs import NeedsKernelError
-from egeria_cache.store.disk import manifest, place
+from egeria_cache.store.disk import place
 from egeria_cache.store.disk.files import Totals, inspected, is_unfinished
-from egeria_cache.store.disk.manifest import FORMAT, DamagedError, GoneError, Manifest
+from egeria_cache.store.disk.place import FORMAT, DamagedError, GoneError, Manifest
 from egeria_cache.store.generation import Generation
-from egeria_cache.store.record import HEAD, HEAD_BYTES, Encoded, Record, Records, key_of
-from egeria_cache.store.schema import Layout, RecordError, decode_key
+from egeria_cache.store.record import HEAD, Encoded, Layout, Record, RecordError, decode_key, key_of
 from egeria_cache.store.store import ActivationStore
 
 Report = dict[str, Any]
@@ -42,7 +41,7 @@ def survey(directory: Path) -> Report:
     root = directory / place.ROOT_NAME
     if not os.path.lexists(root):
         raise StoreError(f"{directory} is not an Egeria cache: it has no {root.name}")
-    manifest.read_json(root, manifest.ROOT_FORMAT)
+    place.read_json(root, place.ROOT_FORMAT)
     found = [_glance(path) for path in place.generation_directories(directory, damaged=True)]
     return {
         "directory": str(directory),
@@ -181,7 +180,7 @@ def pack(path: Path, out: BinaryIO) -> Report:
         about = {"format": FORMAT, "fields": dict(Manifest.read(path).fields)}
         about["totals"] = view.totals().pack().hex()
         about["layout"] = view.layout.packed.decode() if view.layout is not None else None
-        write(manifest.dumped(about, indent=None).encode() + b"\n")
+        write(place.dumped(about, indent=None).encode() + b"\n")
         for _, found in view.records():
             if isinstance(found, RecordError):
                 done["damaged"] += 1
@@ -205,8 +204,8 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Report:
         StoreError: It is of another format, or the directory cannot be used.
         OSError: The stream cannot be read, or the disk not be written.
     """
-    fields, totals, layout = _description(stream.readline(manifest.MAX_JSON_BYTES))
-    name, records, num_taken = manifest.generation_name(fields), list[Encoded](), 0
+    fields, totals, layout = _description(stream.readline(place.MAX_JSON_BYTES))
+    name, records, num_taken = place.generation_name(fields), list[Encoded](), 0
     done: Report = {"generation": name, "stored": 0, "known": 0, "no_room": 0, "bytes": 0}
     generation = store.open_generation(fields)
     try:
@@ -221,7 +220,7 @@ def unpack(stream: BinaryIO, store: ActivationStore) -> Report:
     return done
 
 
-def _take(generation: Generation, records: Records, totals: Totals, done: Report) -> None:
+def _take(generation: Generation, records: list[Encoded], totals: Totals, done: Report) -> None:
     """Store records, with their part of the totals."""
     num_bytes = sum(one.size for one in records)
     raw_bytes = round(num_bytes * totals.raw_bytes / max(totals.stored_bytes, 1))
@@ -235,11 +234,11 @@ def _take(generation: Generation, records: Records, totals: Totals, done: Report
 
 def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:
     """Read what comes before the records."""
-    about = manifest.parsed(line, FORMAT, "the description of the packed generation")
+    about = place.parsed(line, FORMAT, "the description of the packed generation")
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, struct.error):
         totals, text = Totals.parse(bytes.fromhex(about["totals"])), about["layout"]
         layout = Layout(()) if text is None else Layout.parse(text.encode())
-        again = manifest.dumped(about, indent=None).encode() + b"\n"
+        again = place.dumped(about, indent=None).encode() + b"\n"
         if about["format"] == FORMAT and again == line:
             return dict(about["fields"]), totals, layout
     raise DamagedError("this is no packed generation that this release reads")
@@ -249,13 +248,13 @@ def _records(stream: BinaryIO, layout: Layout, name: str) -> Iterator[memoryview
     """Yield the records, each verified, to the end of the stream."""
     identity, num_records = xxhash.xxh3_64_intdigest(name.encode()), 0
     while True:
-        head = _read(stream, HEAD_BYTES)
+        head = _read(stream, HEAD.size)
         _, size, _ = HEAD.unpack(head)
         if not size:
             if head != HEAD.pack(num_records, 0, 0) or stream.read(1):
                 raise DamagedError("the stream does not end where it should")
             return
-        record = memoryview(head + _read(stream, max(size - HEAD_BYTES, 0)))
+        record = memoryview(head + _read(stream, max(size - HEAD.size, 0)))
         try:
             Record.open(key_of(record), record, layout, identity)
         except RecordError as problem:

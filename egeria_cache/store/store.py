@@ -24,7 +24,7 @@ from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk import place
 from egeria_cache.store.disk.environment import tree_problem
 from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
-from egeria_cache.store.disk.manifest import DamagedError, Manifest, dumped
+from egeria_cache.store.disk.place import DamagedError, Manifest, dumped
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.writer import Writer
 from egeria_cache.tables import PAGE_BYTES, parse_size

@@ -124,7 +124,7 @@ class RingMachine(RuleBasedStateMachine):
     @invariant()
     def the_table_on_the_device_is_that_of_the_host(self):
         if hasattr(self, "ring"):
-            assert self.ring.table.tolist() == self.ring._slots._slot_of.tolist()
+            assert self.ring.table.tolist() == self.ring._slot_of.tolist()
 
 
 TestRing = RingMachine.TestCase

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from egeria_cache.store.codecs import pack, storage_bytes, unpack
 from egeria_cache.store.generation import encode_keys
-from egeria_cache.store.schema import decode_key, encode_key
+from egeria_cache.store.record import decode_key, encode_key
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import keep
 

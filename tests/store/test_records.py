@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 from egeria_cache.store.codecs import Codec, CodecError, Coder
 from egeria_cache.store.codecs import decode as decode_bytes
 from egeria_cache.store.generation import encode_keys
-from egeria_cache.store.record import Record, choose_codec, encode_rows
-from egeria_cache.store.schema import (
+from egeria_cache.store.record import (
     DTYPES,
     FieldLayout,
     Layout,
+    Record,
     RecordError,
+    choose_codec,
     decode_value,
+    encode_rows,
     encode_value,
 )
 

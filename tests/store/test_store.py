@@ -15,7 +15,7 @@ from egeria_cache.errors import StoreError
 from egeria_cache.store import writer as writer_module
 from egeria_cache.store.disk.files import inspected
 from egeria_cache.store.disk.place import filesystem_type
-from egeria_cache.store.schema import DTYPES, NO_DRAW
+from egeria_cache.store.record import DTYPES, NO_DRAW
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import keep, random_rows
 

@@ -26,13 +26,16 @@ import egeria_cache.store.disk.place as place_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.disk.files import inspected
-from egeria_cache.store.disk.manifest import ROOT_FORMAT, GoneError, generation_name, write_json
 from egeria_cache.store.disk.place import (
+    ROOT_FORMAT,
     Budget,
+    GoneError,
     directory_bytes,
     generation_directories,
+    generation_name,
     in_use_elsewhere,
     remove_directory,
+    write_json,
 )
 from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.native import SWITCH, kernel

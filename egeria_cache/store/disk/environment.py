@@ -20,7 +20,7 @@ import lmdb
 import numpy as np
 from lmdb.verify import verify
 
-from egeria_cache.store.disk.manifest import DamagedError, GoneError, open_own
+from egeria_cache.store.disk.place import DamagedError, GoneError, open_own
 
 try:
     from lmdb import _envid
@@ -103,12 +103,7 @@ class Environment:
                     raise GoneError("nothing is stored in it as yet") from None
                 if isinstance(error, _DAMAGE):
                     raise DamagedError(f"{directory / DATA_NAME} is damaged: {error}") from None
-                number = errno.EIO
-                if isinstance(error, lmdb.DiskError | lmdb.MapFullError):
-                    number = errno.ENOSPC
-                elif isinstance(error, lmdb.ReadonlyError):
-                    number = errno.EACCES
-                raise OSError(number, str(error)) from error
+                raise OSError(errno.EIO, str(error)) from error
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)

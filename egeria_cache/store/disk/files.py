@@ -24,12 +24,11 @@ import numpy.typing as npt
 import xxhash
 
 from egeria_cache.errors import StoreError
+from egeria_cache.store import record
 from egeria_cache.store.codecs import Codec
 from egeria_cache.store.disk.environment import DATA_NAME, PAGE_BYTES, Environment
-from egeria_cache.store.disk.manifest import GoneError, Manifest, open_own
-from egeria_cache.store.disk.place import Claim, in_use_elsewhere, remove_directory
-from egeria_cache.store.record import Encoded, Record, Records, blocks, key_of, split_block
-from egeria_cache.store.schema import Layout, RecordError
+from egeria_cache.store.disk.place import Claim, GoneError, Manifest, in_use_elsewhere, open_own
+from egeria_cache.store.record import Encoded, Layout, Record, RecordError, Records, key_of
 
 ENTRY = np.dtype([("place", "<u8"), ("size", "<u4"), ("block", "<u4")])
 """Of a sample: where in the file its record lies, 0 where only its block says so; the record's
@@ -140,8 +139,8 @@ class GenerationFiles:
         """
         if not self._is_open.acquire(blocking=False):
             return
-        if removes and self._claim is not None and self._claim.alone():
-            remove_directory(self.directory)
+        if removes and self._claim is not None:
+            self._claim.remove(self.directory)
         if os.getpid() == self._environment.process:
             self._leave()
         if self._claim is not None:
@@ -270,7 +269,7 @@ class View:
             with contextlib.suppress(RecordError):
                 found = os.pread(self.descriptor, there, place)
                 return Record.open(key, found, self.layout, self.files.identity)
-        records = split_block(memoryview(self.get(b"blocks", _BLOCK_KEY.pack(block)) or b""))
+        records = record.split_block(memoryview(self.get(b"blocks", _BLOCK_KEY.pack(block)) or b""))
         found = next((bytes(one) for one in records if key_of(one) == key), b"")
         return Record.open(key, found, self.layout, self.files.identity)
 
@@ -344,7 +343,7 @@ class View:
         cursor = self._transaction.cursor(table)
         number = _BLOCK_KEY.unpack(cursor.key())[0] if cursor.last() else 0
         rest = iter(records)
-        for starts, content in blocks(records, most_bytes):
+        for starts, content in record.blocks(records, most_bytes):
             number += 1
             key = _BLOCK_KEY.pack(number)
             self._transaction.put(key, content, db=table)
@@ -422,7 +421,7 @@ def _layouts(descriptor: int, size: int, identity: int) -> Iterator[Layout]:
 
 
 def _intact(block: memoryview, layout: Layout, identity: int) -> Iterator[Encoded]:
-    for record in split_block(block):
+    for one in record.split_block(block):
         with contextlib.suppress(RecordError):
-            Record.open(key_of(record), record, layout, identity)
-            yield Encoded(layout, key_of(record), (record,), len(record))
+            Record.open(key_of(one), one, layout, identity)
+            yield Encoded(layout, key_of(one), (one,), len(one))
