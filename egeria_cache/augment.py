@@ -210,27 +210,11 @@ class _Returned(BaseException):
     """Leaves the model once the boundary has returned."""
 
 
-def commutes(
-    call: Callable[..., Any],
-    boundary: nn.Module,
-    inputs: Tensor,
-    before: Operation,
-    after: Operation,
-    seed: int,
-) -> float:  # fmt: skip
-    """Return how far augmenting before and after the front are apart, in units of the distance
-    between two samples' features: 0 where they are the same.
-
-    Args:
-        call: Calls the model with inputs (B, ...).
-        boundary: The last frozen module.
-        inputs: Of at least two samples.
-        before: On the inputs.
-        after: On the features.
-        seed: Both draw the same.
+def features(boundary: nn.Module, call: Callable[[], Any], count: int) -> Tensor:
+    """Return what `boundary` gives for so many samples when the model is called, and no more of it.
 
     Raises:
-        EgeriaError: The boundary does not return one batch of features of one shape.
+        EgeriaError: It does not return one batch of features.
     """
     found: list[Any] = []
 
@@ -240,20 +224,15 @@ def commutes(
 
     handle = boundary.register_forward_hook(leave)
     try:
-        for given in (inputs, before(inputs, torch.Generator().manual_seed(seed))):
-            with suppress(_Returned), torch.no_grad():
-                call(given)
+        with suppress(_Returned), torch.no_grad():
+            call()
     finally:
         handle.remove()
-    if [len(one) for one in found if isinstance(one, Tensor)] != 2 * [len(inputs)]:
+    if not found or not isinstance(found[0], Tensor) or len(found[0]) != count:
         raise EgeriaError("the boundary does not return one tensor with a row for each sample")
-    plain, early = found
-    late = after(plain, torch.Generator().manual_seed(seed))
-    if early.shape != late.shape:
-        shapes = f"{tuple(early.shape)} and {tuple(late.shape)}"
-        raise EgeriaError(f"augmenting before and after the front gives features of {shapes}")
-    return _distance(early, late) / max(_distance(plain, plain.roll(1, 0)), 1e-12)
+    return found[0]
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return how far two batches of features are apart, in the mean of the samples."""
     return float((a - b).float().flatten(1).norm(dim=1).mean())

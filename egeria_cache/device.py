@@ -473,32 +473,27 @@ def batch_to_host(
     They are copied in a lane of their own, beside the training step's kernels; the caller does not
     wait, where the device can copy beside it. Host tensors pass through untouched.
     """
-    lanes: dict[torch.device, Lane] = {}
-    sources: list[tuple[Tensor, Tensor]] = []
+    events = list[Event | None]()
 
     def fetched(item: Any) -> Any:
         if not isinstance(item, Tensor) or not runs_late(item.device):
             return item
-        if item.device not in lanes:
-            lanes[item.device] = _to_host_lane(item.device)
-            lanes[item.device].follow_current()
-        with lanes[item.device].use():
+        lane = _to_host_lane(item.device)
+        lane.follow_current()
+        with lane.use():
             copy = to_host(item)
-        sources.append((item, copy))
+        events.append(lane.mark())
+        # The step may let go of a tensor, and a full queue of its copy, before that is done.
+        lane.held.hold((item, copy), events[-1])
         return copy
 
     moved: dict[str, Tensor | Sequence[Any]] = {}
-    events = []
     with _to_host_lock:
         for name, value in fields.items():
             if isinstance(value, PaddedRows):  # one copy, not one a row
                 moved[name] = PaddedRows(fetched(value.padded), value.dims, value.sizes)
+            elif isinstance(value, Tensor):
+                moved[name] = fetched(value)
             else:
-                moved[name] = (
-                    fetched(value) if isinstance(value, Tensor) else [*map(fetched, value)]
-                )
-        for lane in lanes.values():
-            events.append(lane.mark())
-            # The step may let go of a tensor, and a full queue of its copy, before that is done.
-            lane.held.hold(sources, events[-1])
+                moved[name] = [*map(fetched, value)]
     return moved, tuple(event for event in events if event is not None)

@@ -7,14 +7,16 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from egeria_cache import arguments
 from egeria_cache.arguments import Codec, Gate, Padding
-from egeria_cache.augment import Operation, commutes
+from egeria_cache.augment import Operation, distance, features
 from egeria_cache.batch import forget_trials
 from egeria_cache.cache.boundary import BoundaryMoved
 from egeria_cache.cache.loader_api import LoaderApi
@@ -246,11 +248,15 @@ class ActivationCache:
             first, *rest = ordinary_arguments(model, loader.collate_fn(rows)) or [None]
             if not isinstance(first, Tensor) or not first.is_floating_point():
                 raise EgeriaError("the model's first argument is no batch of numbers to augment")
-            front = model.get_submodule(name)
-            return commutes(
-                lambda inputs: self.api.engine.computed(inputs, *rest),
-                front, first, before, after or before, seed,
-            )  # fmt: skip
+            front, computed = model.get_submodule(name), self.api.engine.computed
+            moved = before(first, torch.Generator().manual_seed(seed))
+            plain = features(front, partial(computed, first, *rest), len(rows))
+            early = features(front, partial(computed, moved, *rest), len(rows))
+            late = (after or before)(plain, torch.Generator().manual_seed(seed))
+            if early.shape != late.shape:
+                shapes = f"features of {tuple(early.shape)} and {tuple(late.shape)}"
+                raise EgeriaError(f"augmenting before and after the front gives {shapes}")
+            return distance(early, late) / max(distance(plain, plain.roll(1, 0)), 1e-12)
         finally:
             for module, training in modes:
                 module.training = training

@@ -167,12 +167,12 @@ class Inline:
 
 def trained(directory, gate, order, whole_bytes=0, **kwargs):
     """A run whose readers work in this thread, under the order; the writer has its own."""
-    from egeria_cache.cache import cache
+    from egeria_cache.cache import loader_api
     from egeria_cache.prefetch import prefetcher
     from tests.device.simulated.runs import run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "ReaderThreads", Inline)
+        patch.setattr(loader_api, "ReaderThreads", Inline)
         patch.setattr(prefetcher, "WHOLE_BYTES", whole_bytes)
         patch.setattr(torch.optim.SGD, "__init__", _one_by_one(torch.optim.SGD.__init__))
         with late(order) as device:
