@@ -403,7 +403,7 @@ class FreezeController:
             "map": self._map.state_dict(),
             "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
-            "loss": self._losses.state(),
+            "loss": self._losses.state_dict(),
             "frozen": self.num_frozen,
             "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
@@ -422,7 +422,7 @@ class FreezeController:
         self.policy.load_state_dict(state["policy"])
         if self._bootstrap is not None and state["bootstrap"] is not None:
             self._bootstrap.load_state_dict(state["bootstrap"])
-        self._losses = MeanLoss(*state["loss"])
+        self._losses.load_state_dict(state["loss"])
         self.history[:] = [dict(record) for record in state["history"]]
         if self.num_frozen:
             self._move(0, "resumed")

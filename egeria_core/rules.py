@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -39,7 +40,7 @@ class Remembered:
         """Return all that later answers depend on."""
         values = {name.lstrip("_"): getattr(self, name) for name in self.remembers}
         return {
-            name: value.state_dict() if hasattr(value, "state_dict") else value
+            name: value.state_dict() if hasattr(value, "state_dict") else copy(value)
             for name, value in values.items()
         }
 
@@ -51,17 +52,20 @@ class Remembered:
             if hasattr(own, "load_state_dict"):
                 own.load_state_dict(value)
             else:
-                setattr(self, name, value)
+                setattr(self, name, copy(value))
 
 
-class MeanLoss:
+class MeanLoss(Remembered):
     """Mean of the training losses since it was last taken; these are summed where they lie.
 
     Reading each would make the host wait for the device on every step.
     """
 
-    def __init__(self, total: Tensor | float = 0.0, count: int = 0) -> None:
-        self._total, self.count = total, count
+    remembers = ("_total", "count")
+
+    def __init__(self) -> None:
+        self._total: Tensor | float = 0.0
+        self.count = 0
 
     def add(self, loss: Tensor | float) -> None:
         """Take the loss of one step, a scalar."""
@@ -70,13 +74,14 @@ class MeanLoss:
 
     def take(self) -> float:
         """Return the mean, and begin anew."""
-        total, count = self.state()
+        mean = float(self._total) / self.count
         self._total, self.count = 0.0, 0
-        return total / count
+        return mean
 
-    def state(self) -> tuple[float, int]:
-        """Return sum and number of the losses, as the constructor takes them."""
-        return float(self._total), self.count
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum and number of the losses."""
+        self._total = float(self._total)
+        return super().state_dict()
 
 
 class Bootstrap(Remembered):

@@ -24,7 +24,7 @@ from egeria_cache.skip import is_sharded
 from egeria_core.config import ControllerConfig
 from egeria_core.history import History, Verdict
 from egeria_core.ranks import global_sums, local_part
-from egeria_core.rules import MeanLoss, MeanRate
+from egeria_core.rules import MeanLoss, MeanRate, Remembered
 from egeria_core.watch.forward import LayerMap
 
 log = logging.getLogger("egeria")
@@ -105,7 +105,7 @@ def can_be_read(optimizer: Any) -> bool:
     return callable(getattr(bare_optimizer(optimizer), "register_step_post_hook", None))
 
 
-class MovementMeter(Meter):
+class MovementMeter(Meter, Remembered):
     """Reads one layer of the model at every `spacing`-th optimizer step, round and round.
 
     A verdict's values are: the mean loss of the steps since the last one, the sum of the learning
@@ -121,6 +121,7 @@ class MovementMeter(Meter):
     """
 
     per_layer = True
+    remembers = ("_next", "_idle", "_steps", "_rate", "_rate_before", "_losses", "_read")
 
     def __init__(self, watched: Watched) -> None:
         optimizer = watched.optimizer
@@ -242,23 +243,13 @@ class MovementMeter(Meter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was summed since the last reading, and whose turn it is."""
-        return {
-            "next": self._next,
-            "idle": sorted(self._idle),
-            "steps": self._steps,
-            "rate": [self._rate, self._rate_before],
-            "losses": self._losses.state(),
-            "read": {layer: row.tolist() for layer, row in self._read.items()},
-        }
+        self._read = {layer: row.cpu() for layer, row in self._read.items()}
+        return Remembered.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.bind()
-        self._idle = set(state["idle"])
-        self._next, self._steps = state["next"], state["steps"]
-        self._rate, self._rate_before = state["rate"]
-        self._losses = MeanLoss(*state["losses"])
-        self._read = {layer: torch.tensor(row) for layer, row in state["read"].items()}
+        Remembered.load_state_dict(self, state)
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
