@@ -240,7 +240,7 @@ class Repeats:
         again = traced.held_by(copied)
         self._counting = moved(settled, again)
         self.last = traced.recompute(rest(traced.size), copied=copied)
-        self._again_outside |= world.moved_whole(copied.of, then)  # what other rows leave is no memo
+        self._again_outside |= world.moved_whole(copied.of, then)  # no memo
         later = traced.held_by(copied)
         self._of_others = moved(again, later)
         """Whether other rows leave other tensors there, and not new ones."""
