@@ -442,6 +442,10 @@ class SkipEngine:
         plan = self._plans.find(key, call, boundary=self.boundary)
         if plan is None:
             return self._first(key, call)
+        for name, read, value in plan.left:
+            if read() != value:
+                self._refuse(key, BoundaryError.leaves(plan.boundary, name))
+                return self._plainly(call)
         if (id(plan.cut), call.batch.loader_name) not in self._announced:
             self._announce(plan, call)
         lengths, source = call.batch.lengths, None

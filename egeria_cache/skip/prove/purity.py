@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, Moved, Names, Snapshot, describe
+from egeria_cache.pystate import Content, Moved, Names, Place, Snapshot, describe
 from egeria_cache.skip.prove.traced_batch import Held, Recomputed, TracedBatch, moved, rest
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import difference, same_content, slice_difference, tolerance
@@ -287,13 +288,14 @@ class Repeats:
             raise BoundaryError.impure(plan.boundary, f"{names[0]} {_DECIDES}")
 
     def check_left(self, plan: ReplayPlan) -> None:
-        """Tell the plan what the model counts outside of itself.
+        """Tell the plan what a plain call leaves elsewhere, a hit does not, and is the same after
+        all; and what the model counts outside of itself.
 
         Raises:
-            BoundaryError: A plain call leaves elsewhere what a hit does not; or something outside
-                moves with each run of the prefix, and is no count: it would stand still on hits.
+            BoundaryError: Something is not the same; or something outside moves with each run of
+                the prefix, and is no count: it would stand still on hits.
         """
-        left = self._traced.left
+        outside, left = self._traced.before.outside.places, self._traced.left
         skipped = {id(module) for _, module in plan.skipped_modules()}
         anew = self._counting.keys() | {mark for mark, holds in self._of_others.items() if holds}
         if not left.keys().isdisjoint(self._of_others):  # do other rows, as many, leave another?
@@ -303,9 +305,11 @@ class Repeats:
                 held.append(self._traced.held_by(self.copied))
             anew |= moved(*held).keys()
         for mark, (_, now) in left.items():
-            stays = id(mark[0]) in skipped or now.arrays  # else others may take it back
-            if mark in anew or not stays:
+            if mark in anew:
                 raise BoundaryError.leaves(self._traced.boundary, self._name(mark))
+            where = mark[0] if isinstance(mark[0], nn.Module) else outside[mark[0]]
+            if id(where) not in skipped and not now.arrays:
+                plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         # What its first run works out, and no other one moves, is no count; nor is what hits move
         # otherwise than the whole model.
         memos = self._once_outside.keys() - self._again_outside.keys()
@@ -359,3 +363,8 @@ def is_left_otherwise(then: Content | None, now: Content, replayed: Content | No
 def _is_less(a: bytes, b: bytes) -> bool:
     (kind, _, number), (other_kind, _, other) = a.partition(b":"), b.partition(b":")
     return kind == other_kind == b"int" and int(number) < int(other)
+
+
+def _look(where: nn.Module | Place, key: Any) -> dict[str, bytes]:
+    held = vars(where) if isinstance(where, nn.Module) else where.read(where.where)
+    return Content(held.get(key), into_foreign=False).texts

@@ -59,6 +59,9 @@ class ReplayPlan:
     (`enable_input_require_grads`), so that checkpointed regions behind have a gradient to pass."""
     moving: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes that the code around the boundary moves before the boundary returns."""
+    left: list[tuple[str, Callable[[], Any], Any]] = field(default_factory=list)
+    """What skipped modules leave elsewhere with each call: its name, how to look at it, what it is.
+    """
     own: dict[Slot, Tensor] = field(default_factory=dict)
     """Constants that lie in the memory of the model's own tensors, in a hit as well."""
     written: frozenset[int] = frozenset()
