@@ -17,20 +17,7 @@ from egeria_core.suggest import Suggestion, Trial, suggest_boundary
 from egeria_core.watch import Layer, LayerError, find_layers
 
 __all__ = [
-    "Bootstrap",
-    "BoundaryMoved",
-    "ControllerConfig",
-    "EvaluatorError",
-    "FreezeController",
-    "History",
-    "Layer",
-    "LayerError",
-    "Policy",
-    "PolicyError",
-    "StaticPolicy",
-    "Suggestion",
-    "Trial",
-    "find_layers",
-    "sp_loss",
-    "suggest_boundary",
-]
+    "Bootstrap", "BoundaryMoved", "ControllerConfig", "EvaluatorError", "FreezeController",
+    "History", "Layer", "LayerError", "Policy", "PolicyError", "StaticPolicy", "Suggestion",
+    "Trial", "find_layers", "sp_loss", "suggest_boundary",
+]  # fmt: skip

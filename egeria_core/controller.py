@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from egeria_core.history import History, Verdict
 from egeria_core.policies import Policy, PolicyError, Reading, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap
 from egeria_core.reference import ActivationMeter
-from egeria_core.rules import Bootstrap, MeanLoss, UnfreezeRule
+from egeria_core.rules import Bootstrap, MeanLoss, Remembered, UnfreezeRule
 from egeria_core.savings import Savings, Schedule
 from egeria_core.watch import LayerMap, Meter, MovementMeter, Watched, can_be_read
 
@@ -32,7 +33,7 @@ METERS = {"nothing": Meter, "plasticity": ActivationMeter, "movement": MovementM
 """By what a policy measures; what measures in its own way makes its meter itself."""
 
 
-class FreezeController:
+class FreezeController(Remembered):
     """Decides which front layers have converged, freezes them, and tells the cache.
 
     Args:
@@ -70,6 +71,8 @@ class FreezeController:
     Call `step(loss)` once after each `optimizer.step()`. Make it before `torch.compile` and before
     the first forward. Under DDP make one on every rank. Not thread-safe.
     """
+
+    remembers = ("evaluate_every", "_losses", "_schedule", "_savings")
 
     @names_known
     def __init__(
@@ -319,10 +322,7 @@ class FreezeController:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.history.add(
             "boundary",
-            event.step,
-            boundary=event.boundary,
-            previous=event.previous,
-            reason=event.reason,
+            **asdict(event),
             num_frozen=self.num_frozen,
             num_layers=len(self._map.layers),
             active_parameters=sum(size for size, trains in sizes if trains),
@@ -397,18 +397,14 @@ class FreezeController:
 
         Waits for an evaluation in flight. Under DDP, rank 0's holds the reference.
         """
-        return {
+        return super().state_dict() | {
             "step": self._step,
-            "every": self.evaluate_every,
             "map": self._map.state_dict(),
             "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
-            "loss": self._losses.state_dict(),
             "frozen": self.num_frozen,
-            "schedule": [list(move) for move in self._schedule],
             "history": list(self.history),
             "meter": self._meter.state_dict(),
-            "savings": self._savings.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -416,20 +412,18 @@ class FreezeController:
 
         Call it before the first forward, with the model's and optimizer's own state loaded.
         """
-        self._step, self.evaluate_every = state["step"], state["every"]
+        self._step = state["step"]
         self._map.load_state_dict(state["map"])
         self.policy.bind(self.boundaries)
         self.policy.load_state_dict(state["policy"])
         if self._bootstrap is not None and state["bootstrap"] is not None:
             self._bootstrap.load_state_dict(state["bootstrap"])
-        self._losses.load_state_dict(state["loss"])
         self.history[:] = [dict(record) for record in state["history"]]
         if self.num_frozen:
             self._move(0, "resumed")
         if state["frozen"]:
             self._move(state["frozen"], "resumed")
-        self._schedule = [(step, boundary) for step, boundary in state["schedule"]]
-        self._savings.load_state_dict(state["savings"])
+        super().load_state_dict(state)
         self._meter.bind()
         if state["meter"]:
             self._meter.load_state_dict(state["meter"])

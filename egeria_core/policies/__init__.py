@@ -14,18 +14,9 @@ from egeria_core.policies.plasticity import PlasticityPolicy
 from egeria_core.rules import parse_rule
 
 __all__ = [
-    "BudgetPolicy",
-    "HarmEstimate",
-    "Measure",
-    "Movement",
-    "PlasticityPolicy",
-    "Policy",
-    "PolicyError",
-    "Prospect",
-    "Reading",
-    "StaticPolicy",
-    "make_policy",
-]
+    "BudgetPolicy", "HarmEstimate", "Measure", "Movement", "PlasticityPolicy", "Policy",
+    "PolicyError", "Prospect", "Reading", "StaticPolicy", "make_policy",
+]  # fmt: skip
 
 
 def make_policy(policy: str | Policy, config: ControllerConfig) -> Policy:

@@ -10,13 +10,6 @@ from egeria_core.watch.layers import Layer, LayerError, find_layers
 from egeria_core.watch.meters import Meter, MovementMeter, Watched, can_be_read
 
 __all__ = [
-    "Hook",
-    "Layer",
-    "LayerError",
-    "LayerMap",
-    "Meter",
-    "MovementMeter",
-    "Watched",
-    "can_be_read",
+    "Hook", "Layer", "LayerError", "LayerMap", "Meter", "MovementMeter", "Watched", "can_be_read",
     "find_layers",
-]
+]  # fmt: skip
