@@ -29,6 +29,8 @@ _FORKED = (
 )
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
+MAX_VALUES = 2
+"""Of an argument that the front reads beside the same samples, before they are not stored again."""
 LOCKED_AHEAD = 4
 """Batches for whose activations page-locked memory is taken with the proof: being captured, or on
 their way to the writer or to the device. To lock pages later would have training wait for that."""
@@ -71,7 +73,6 @@ class EngineCallbacks(Status):
         if isinstance(found, str):
             self.leave_uncached(name, found)
             return
-        self._look_at_arguments(batch, cut)
         # What was made since holds rows of this run, and of its other ranks.
         if found.created < self.since and found.totals.raw_bytes:
             self._audits.doubted.add((name, id(cut)))
@@ -91,25 +92,6 @@ class EngineCallbacks(Status):
                 padding=None if batch.lengths is None else batch.lengths.padding,
             )
         )
-
-    def _look_at_arguments(self, batch: Batch, cut: Cut) -> None:
-        """Say so if the same samples come with another argument each time: nothing is served."""
-        ids, draws = list(batch.ids), batch.context.source.stored_as(batch.draws)
-        before = [
-            view.cut.fields["arguments"]
-            for view in self.views.of(batch.loader_name)
-            if view.cut is not cut and view.contains(ids, draws).any()
-        ]
-        now = cut.fields["arguments"]
-        other = [key for key in now if len({repr(one.get(key)) for one in (now, *before)}) > 2]
-        if not other or self._counts.hits:
-            return
-        self.counters.passing = self._counts.why_not = (
-            f"the frozen front reads {other[0]}, which has another value each time its samples "
-            "come: what is stored is not served. Give it to what lies behind the boundary"
-        )
-        if self.is_news("arguments"):
-            log.warning("nothing is served: %s", self.counters.passing)
 
     def _kept_beside(self, batch: Batch, cut: Cut) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
@@ -142,12 +124,14 @@ class EngineCallbacks(Status):
             self.leave_uncached(source.key, why, unlink=True)
             return
         source.unsettle()
-        self.views.void(lambda view: view.loader_name == source.key, unlink=False)
-        self.open_again(source.key)
+        self.open_again(source.key, unlink=False)
 
-    def open_again(self, loader_name: str) -> None:
-        """Open other generations for this loader's cuts: its data set is another one."""
+    def open_again(self, loader_name: str, *, unlink: bool, is_outdated: bool = False) -> None:
+        """What is stored for a loader is void: open other generations for its cuts."""
         self._opened[loader_name] = set()
+        self.views.void(
+            lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=is_outdated
+        )
 
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
@@ -166,9 +150,19 @@ class EngineCallbacks(Status):
         )
 
     def _restless(self, batch: Batch, cut: Cut) -> str | None:
-        """Say so if the loop does something else to every batch: nothing stored would come back."""
-        views = self.views.of(batch.loader_name)
-        cuts = [cut, *(view.cut for view in views if view.cut.boundary == cut.boundary)]
+        """Say so if the loop does something else to every batch, or gives the front another value
+        with the same samples each time: nothing stored would come back.
+        """
+        views = [v for v in self.views.of(batch.loader_name) if v.cut.boundary == cut.boundary]
+        ids, draws = list(batch.ids), batch.context.source.stored_as(batch.draws)
+        again = [cut, *(view.cut for view in views if view.contains(ids, draws).any())]
+        for name in cut.fields["arguments"]:
+            if len({repr(one.fields["arguments"].get(name)) for one in again}) > MAX_VALUES:
+                return (
+                    f"the frozen front reads {name}, which has another value each time its samples "
+                    "come; give it to what lies behind the boundary"
+                )
+        cuts = [cut, *(view.cut for view in views)]
         # What it did to each of the model's inputs since the loader.
         chains = {tuple(leaf["operations"] for leaf in c.fields["inputs"].values()) for c in cuts}
         if len(chains) <= MAX_CHAINS:
@@ -319,9 +313,7 @@ class EngineCallbacks(Status):
         """
         if loader_name in self.left_out:
             return
-        self.views.void(
-            lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=True
-        )
+        self.open_again(loader_name, unlink=unlink, is_outdated=True)
         if give_up:
             self.leave_uncached(loader_name, f"{give_up} ({what})", unlink=unlink)
             return
@@ -329,7 +321,6 @@ class EngineCallbacks(Status):
         level = logging.WARNING if self._counts.why_not is None else logging.INFO
         self._counts.why_not = text
         log.log(level, "loader %r: %s", shown_name(loader_name), text)
-        self.open_again(loader_name)
 
     # ---- what ends caching ----------------------------------------------------------------------
 

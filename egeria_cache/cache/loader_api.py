@@ -165,8 +165,7 @@ class LoaderApi(EngineCallbacks):
         """The loader's samples are padded, or have less as their own than was known: what is stored
         is void, and stored anew.
         """
-        self.views.void(lambda view: view.loader_name == loader_name, unlink=True)
-        self.open_again(loader_name)
+        self.open_again(loader_name, unlink=True)
 
     def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
         """The leaves that must know their samples, in whichever call; None for all."""
