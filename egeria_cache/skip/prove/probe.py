@@ -144,7 +144,8 @@ class Prober:
             self._give(Source("step", "", index, j))
             for index, marks in run.marks.items()
             for j, mark in enumerate(marks)
-            if not same_content(self.traced.leaf(index, j), scene.values.get(mark))
+            if mark in scene.values
+            and not same_content(self.traced.leaf(index, j), scene.values[mark])
         )
 
     def enter(self, source: Source) -> None:

@@ -70,7 +70,7 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         "inputs": inputs,
         "arguments": arguments | pinned,
         "mode": ["train" if training else "eval" for training in plan.modes],
-        "autocast": [list(pair) for pair in autocast_modes()],
+        "autocast": [[kind, str(dtype)] for kind, dtype in autocast_modes()],
         "default_dtype": str(torch.get_default_dtype()),
         "tensors": {
             name: {"shape": shapes[name], "dtype": str(spec.dtype), "order": list(spec.order)}

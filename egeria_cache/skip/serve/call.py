@@ -319,14 +319,14 @@ def plain(leaf: Any) -> Any:
         return leaf.full()
 
 
-def autocast_modes() -> tuple[tuple[str, str], ...]:
+def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:
     """Return the modes that, beside the default dtype, decide in which precision kernels run.
 
     Whether autograd records is not among them: it moves last bits at most, and the same sample is
     used in training and in evaluation.
     """
     kinds = filter(torch.is_autocast_enabled, autocast_kinds())
-    return tuple((kind, str(torch.get_autocast_dtype(kind))) for kind in kinds)
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:

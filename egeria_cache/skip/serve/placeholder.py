@@ -79,22 +79,14 @@ class _Mark(weakref.ref[Any]):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-class _Object(weakref.ref[Any]):
-    """Stands for an object that may hold placeholders, and does not keep it."""
-
-    __slots__ = ()
-
-
 _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Call = Callable[..., Any]
-_Modes = tuple[bool, tuple[tuple[str, str], ...]]
+_Modes = tuple[bool, tuple[tuple[str, torch.dtype], ...]]
 
 
-def _sources_in(node: Any) -> frozenset[Source] | None:
-    """Return the sources of what an object holds that stands for something else, or of none if it
-    is too large to tell. None if it holds no such thing: most do not, and are kept.
-    """
+def _holds_placeholders(node: Any) -> bool:
+    """Whether an object holds what stands for something else, or is too large to tell."""
     seen, pending = {id(node)}, [node]
     while pending and len(seen) < _MAX_HELD:
         held = gc.get_referents(holder := pending.pop())
@@ -102,11 +94,11 @@ def _sources_in(node: Any) -> frozenset[Source] | None:
             held = [holder.__closure__, holder.__defaults__, holder.__kwdefaults__, vars(holder)]
         for one in held:
             if isinstance(one, Placeholder | Unavailable):
-                return _sources_of(one)
+                return True
             if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, _NOT_LOOKED_INTO):
                 seen.add(id(one))
                 pending.append(one)
-    return frozenset() if pending else None
+    return bool(pending)
 
 
 def _sources_of(one: Any) -> frozenset[Source]:
@@ -159,10 +151,8 @@ class Scene:
         self.left_out.append((function, self.marked(given), self.marks(leaves), (False, ())))
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
-        """Return what a call is given, with marks for placeholders, none of which is kept.
-
-        Raises:
-            Escape: In a dry run: it is given what holds one, and cannot be had again later.
+        """Return what a call is given, with marks for placeholders, none of which is kept, and for
+        what else holds one, which cannot be had again.
         """
         if (mark := mark_of(node)) is not None:
             return mark
@@ -179,12 +169,7 @@ class Scene:
             node = node.clone() if len(self.read) in self.written else node
             self.read.append((node, _version(node)))
         elif gc.is_tracked(node) and not isinstance(node, nn.Module | type):
-            sources = _sources_in(node)
-            if sources is not None and kind.__weakrefoffset__:
-                return _Object(node)
-            if sources and not self.is_hit:
-                raise Escape.at(sources, f"what is given on, a {kind.__name__!r}")
-            return node if sources is None else _Mark(type(self))  # whatever that was
+            return _Mark(type(self)) if _holds_placeholders(node) else node
         return node
 
     def written_since(self) -> frozenset[int]:
@@ -200,17 +185,17 @@ class Scene:
             with torch._C._EnableTorchFunction():
                 for function, given, gives, (records, autocast) in self.left_out:
                     with contextlib.ExitStack() as modes:
-                        # What it was given may be gone.
+                        # What it was given may not be there.
                         modes.enter_context(contextlib.suppress(LookupError))
                         modes.enter_context(torch.set_grad_enabled(records))
                         for kind, _ in autocast_modes():
                             modes.enter_context(torch.autocast(kind, enabled=False))
                         for kind, dtype in autocast:
-                            number = getattr(torch, dtype[len("torch.") :])
-                            modes.enter_context(torch.autocast(kind, number))
-                        args, kwargs = tree_map_only((_Mark, _Object), self._real, given)
+                            modes.enter_context(torch.autocast(kind, dtype))
+                        args, kwargs = tree_map_only(_Mark, self.values.__getitem__, given)
                         leaves = tree_leaves(function(*args, **kwargs))
-                        self.values.update(zip(gives, leaves, strict=False))
+                        both = zip(gives, leaves, strict=False)
+                        self.values.update((m, one) for m, one in both if one is not None)
                 self._share()
         return self.why is not None
 
@@ -241,12 +226,6 @@ class Scene:
             ):
                 with torch.no_grad():
                     given.data = own.copy_(given)
-
-    def _real(self, one: _Mark | _Object) -> Any:
-        known = self.values[one] if isinstance(one, _Mark) else one()
-        if known is None:
-            raise LookupError
-        return known
 
     def kept(self, own: Sequence[Any] = (), held: Sequence[int] = ()) -> frozenset[Source]:
         """Return the sources of the placeholders, and of objects, that somebody still holds.
