@@ -20,11 +20,11 @@ from egeria_cache import BoundaryMoved, FrozenPrefix
 from egeria_cache.arguments import names_known
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.history import History, Verdict
-from egeria_core.policies import Policy, PolicyError, Reading, make_policy
+from egeria_core.policies import Policy, PolicyError, Prospect, Reading, make_policy
 from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap
 from egeria_core.reference import ActivationMeter
-from egeria_core.rules import Bootstrap, MeanLoss, Remembered, UnfreezeRule
-from egeria_core.savings import Savings, Schedule
+from egeria_core.rules import RISE, Bootstrap, MeanLoss, MeanRate, Remembered, UnfreezeRule
+from egeria_core.savings import Schedule, saved_parts
 from egeria_core.watch import LayerMap, Meter, MovementMeter, Watched, can_be_read
 
 log = logging.getLogger("egeria")
@@ -72,7 +72,7 @@ class FreezeController(Remembered):
     the first forward. Under DDP make one on every rank. Not thread-safe.
     """
 
-    remembers = ("evaluate_every", "_losses", "_schedule", "_savings")
+    remembers = ("evaluate_every", "_losses", "_schedule", "_rates", "_saves")
 
     @names_known
     def __init__(
@@ -132,9 +132,9 @@ class FreezeController(Remembered):
         self.evaluate_every = self.config.interval(len(self._map.layers), measure)
         """n, as given or as the guideline set it."""
         self._bootstrap = self.config.bootstrap_for(measure)
-        self._savings = Savings(
-            self.optimizer, self._map, schedule, self._ranks, self.config.move_cost
-        )
+        self._rates, self._mean_rate = schedule, MeanRate(self.optimizer)
+        self._saves: list[float] | None = None
+        """What freezing the first k layers saves, as parts of a step; None: not known yet."""
         self._frozen: list[Tensor] = []
         self._prefix = FrozenPrefix(model=self.model)
         self._untold: list[BoundaryMoved] = []
@@ -201,7 +201,7 @@ class FreezeController(Remembered):
             PolicyError: A policy answered something impossible.
         """
         self._step += 1
-        self._savings.schedule.look(self._step)
+        self._rates.look(self._step)
         if not self._map.resolved:
             self._resolve()
         self._meter.note(loss)
@@ -233,7 +233,9 @@ class FreezeController(Remembered):
         if self._map.boundaries != before:
             self.policy.bind(self.boundaries)
         self._meter.bind()
-        self._savings.resolve()
+        if self._saves is None:
+            sizes = [sum(p.numel() for p in own) for own in self._map.parameters_of_layers()]
+            self._saves = self._ranks.agree(saved_parts(self._map.parts, sizes))
         if self.num_frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self.num_frozen)
@@ -273,7 +275,7 @@ class FreezeController(Remembered):
         else:
             self._record(verdict)
             if self.policy.measure == "movement":
-                prospect = self._savings.prospect(self._step, self.evaluate_every)
+                prospect = self._prospect()
         frozen = self.policy.observe(
             Reading(
                 step=self._step,
@@ -298,6 +300,23 @@ class FreezeController(Remembered):
             self._move(0, "unfrozen")
         if frozen > self.num_frozen:
             self._move(frozen, "frozen")
+
+    def _prospect(self) -> Prospect | None:
+        """Return what a policy may weigh; None: it is not known."""
+        rate = self._mean_rate()
+        left = self._rates.remaining(self._step, rate)
+        if left is None or self._saves is None:
+            return None
+        prefixes = map(self._map.prefix, self.boundaries)
+        return Prospect(
+            steps=left.steps,
+            rate=left.rate,
+            rises=left.rate is not None and left.highest > RISE * rate,
+            saves=tuple(self._saves),
+            draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
+            cost=self.config.move_cost,
+            every=self.evaluate_every,
+        )
 
     def _move(self, frozen: int, reason: str) -> None:
         """Freeze or release, rebuild DDP, write it down, tell everybody."""

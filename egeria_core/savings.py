@@ -23,10 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from egeria_core.policies import Prospect
-from egeria_core.ranks import Ranks
-from egeria_core.rules import RISE, MeanRate, Remembered
-from egeria_core.watch import LayerMap
+from egeria_core.rules import MeanRate, Remembered
 
 log = logging.getLogger("egeria")
 
@@ -53,52 +50,6 @@ def saved_parts(parts: Sequence[float] | None, sizes: Sequence[int]) -> list[flo
     if parts is None:
         parts = [size / max(1, sum(sizes)) for size in itertools.accumulate(sizes)]
     return [*itertools.accumulate((BACKWARD_SHARE * part for part in parts[:-1]), max, initial=0.0)]
-
-
-class Savings(Remembered):
-    """Joins the schedule and the count of a forward.
-
-    Args:
-        optimizer: Its optimizer.
-        layers: Its layers.
-        schedule: The learning rates to come.
-        ranks: Who has to answer alike.
-        move_cost: Steps that a move costs.
-    """
-
-    remembers = ("saves", "schedule")
-
-    def __init__(
-        self, optimizer: Any, layers: LayerMap, schedule: Schedule, ranks: Ranks, move_cost: float
-    ) -> None:
-        self._mean_rate = MeanRate(optimizer)
-        self._layers, self._ranks, self.schedule = layers, ranks, schedule
-        self._move_cost = move_cost
-        self.saves: list[float] | None = None
-        """What freezing the first k layers saves, as parts of a step; None: not known yet."""
-
-    def resolve(self) -> None:
-        """The layers are settled, by one forward that was counted. On every rank."""
-        if self.saves is None:
-            sizes = [sum(p.numel() for p in own) for own in self._layers.parameters_of_layers()]
-            self.saves = self._ranks.agree(saved_parts(self._layers.parts, sizes))
-
-    def prospect(self, step: int, every: int) -> Prospect | None:
-        """Return what a policy may weigh after `step` steps; None: it is not known."""
-        rate = self._mean_rate()
-        left = self.schedule.remaining(step, rate)
-        if left is None or self.saves is None:
-            return None
-        prefixes = map(self._layers.prefix, self._layers.boundaries[:-1])
-        return Prospect(
-            steps=left.steps,
-            rate=left.rate,
-            rises=left.rate is not None and left.highest > RISE * rate,
-            saves=tuple(self.saves),
-            draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
-            cost=self._move_cost,
-            every=every,
-        )
 
 
 class ScheduleError(Exception):

@@ -46,7 +46,7 @@ class PipelineController(FreezeController):
         for frozen in range(len(self.layers)):
             plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
             times.append(plan.time())
-        self._savings.saves = [1 - time / times[0] for time in times]
+        self._saves = [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:
         layers = super()._make_map()

@@ -96,8 +96,6 @@ def test_runs_end_to_end_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys)
     eager = {"evaluate_every": 1, "window": 2, "tolerance": 100.0, "bootstrap": None}
     monkeypatch.setitem(TASKS, "digits", replace(tiny(), plasticity=eager))
     monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
-    # In so few steps no move pays, and none would be made.
-    monkeypatch.setattr("egeria_core.savings.Savings.weigh", lambda *asked: None)
     command = ["--task", "digits", "--method", "plain", "linear", "plasticity+cache",
                "--seeds", "1", "--work", str(tmp_path / "work"), "--json"]  # fmt: skip
     assert benchmark.main(command) == 0
