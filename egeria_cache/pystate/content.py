@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import marshal
 import sys
-import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_dict, own_slots
-from egeria_cache.pystate.places import GENERATORS, Generator
+from egeria_cache.pystate.places import GENERATORS, LEADS, Generator, led_to
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
@@ -85,8 +84,8 @@ class Content:
             self.texts[path] = _simple(value)
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(path, value)
-        elif isinstance(value, weakref.ref):
-            self._add(path, value(), depth)
+        elif isinstance(value, LEADS):
+            self._add(path, led_to(value), depth)
         elif is_far or isinstance(value, (type, *_BY_NAME)):
             self.is_all = False
             is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.objects import ATOMS, MEMORY, StandIn, is_foreign, own_dict
-from egeria_cache.pystate.places import GENERATORS, Cell, Items
+from egeria_cache.pystate.places import GENERATORS, MUTABLE, Cell, Items, base_of
 
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
@@ -210,8 +210,7 @@ class Copier:
     # ---- containers ---------------------------------------------------------------------------
 
     def _container(self, value: Any) -> Any:
-        base: Any = next(base for base in _MUTABLE if isinstance(value, base))
-        new = self._keep(value, base.__new__(type(value)))
+        new = self._keep(value, base_of(value).__new__(type(value)))
         if isinstance(value, deque):
             deque.__init__(new, (), value.maxlen)
         elif isinstance(value, defaultdict):
@@ -357,9 +356,8 @@ def is_shared(module: nn.Module) -> bool:
     return hasattr(type(module).forward, "_torchdynamo_orig_callable")
 
 
-_MUTABLE = (OrderedDict, dict, list, set, deque)
 _MAKERS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
-    (_MUTABLE, Copier._container),
+    (MUTABLE, Copier._container),
     ((tuple, frozenset), Copier._fixed_items),
     (StandIn, Copier._our_own),
     (nn.Module, Copier._module),

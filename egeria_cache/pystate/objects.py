@@ -21,7 +21,6 @@ from ast import literal_eval
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
@@ -215,15 +214,11 @@ def leads_out(value: Any) -> bool:
 
 
 def outside_state(value: Any) -> Any:
-    """Return what such an object, or a context variable, holds now; None if nobody can tell."""
+    """Return what such an object holds now; None if nobody can tell."""
     if isinstance(value, (*MEMORY, memoryview)):
         return bytes(value)
     if isinstance(value, threading.local):
         return dict(vars(value))
-    if isinstance(value, ContextVar):
-        with contextlib.suppress(LookupError):
-            return (value.get(),)
-        return ()
     if is_outside(value) and hasattr(type(value), "__next__"):
         with warnings.catch_warnings(), contextlib.suppress(TypeError):
             warnings.simplefilter("ignore")

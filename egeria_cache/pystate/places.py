@@ -35,6 +35,7 @@ _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
 LEADS: tuple[type, ...] = ContextVar, weakref.ref, weakref.ProxyType, weakref.CallableProxyType
 """Lead to something else."""
+MUTABLE = OrderedDict, dict, list, set, deque
 BUFFERS = io.BytesIO, io.StringIO
 """Files in memory."""
 NUM_SEEN, NUM_FIRST = 256, 4096
@@ -45,11 +46,11 @@ SMALL_BYTES = 1 << 16
 
 def led_to(value: Any) -> Any:
     """Return what one of `LEADS` leads to; None if that is nothing."""
-    if isinstance(value, weakref.ProxyTypes):
-        with contextlib.suppress(ReferenceError):
+    with contextlib.suppress(ReferenceError, LookupError):
+        if isinstance(value, weakref.ProxyTypes):
             return value.__repr__.__self__
-        return None
-    return value.get(None) if isinstance(value, ContextVar) else value()
+        return value.get() if isinstance(value, ContextVar) else value()
+    return None
 
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -189,32 +190,33 @@ class Cell(Named):
         del where.cell_contents
 
 
+def base_of(container: Any) -> Any:
+    """Return the kind of containers whose methods do to it what none of its own class does."""
+    return next(base for base in MUTABLE if isinstance(container, base))
+
+
 class Items(Place):
     """What a container holds; none of its class's code is run."""
 
     def read(self, where: Any) -> Any:
         """Return its items, in a plain container."""
-        if isinstance(where, dict):
-            return dict((OrderedDict if isinstance(where, OrderedDict) else dict).items(where))
-        if isinstance(where, set):
-            return set(set.__iter__(where))
-        return [*(list if isinstance(where, list) else deque).__iter__(where)]
+        base = base_of(where)
+        if issubclass(base, dict):
+            return dict(base.items(where))
+        return (set if base is set else list)(base.__iter__(where))
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it hold these, in their order."""
-        if isinstance(where, dict):
-            base = OrderedDict if isinstance(where, OrderedDict) else dict
-            base.clear(where)
+        base = base_of(where)
+        if base is list:  # at once: others may read it
+            list.__setitem__(where, slice(None), kept)
+            return
+        base.clear(where)
+        if issubclass(base, dict):
             for key, item in kept.items():
                 base.__setitem__(where, key, item)
-        elif isinstance(where, set):
-            set.clear(where)
-            set.update(where, kept)
-        elif isinstance(where, deque):
-            deque.clear(where)
-            deque.extend(where, kept)
         else:
-            list.__setitem__(where, slice(None), kept)
+            (set.update if base is set else deque.extend)(where, kept)
 
 
 class Length(Place):
@@ -347,7 +349,7 @@ GENERATORS = torch.Generator, np.random.Generator, np.random.BitGenerator, *_OLD
 
 def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | None:
     """Return what can be put back of a value as a whole; None if that is nothing, or too much."""
-    if isinstance(value, dict | list | set | deque):
+    if isinstance(value, MUTABLE):
         if len(value) <= max_items:
             return Items(path, value)
         return Length(path, value) if isinstance(value, list) else None

@@ -22,9 +22,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from egeria_cache import pystate
+from egeria_cache.attempt import without_modes
 from egeria_cache.device import room
 from egeria_cache.pystate import CODE, MODELS, Names, OfClass, RandomState, Reach, Snapshot
 from egeria_cache.skip.model.calls import ForwardSlot
@@ -136,12 +136,7 @@ class Weights:
         moved = {}
         closely = wholly or self.looks_closely
         # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
-        with (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             for key, (name, held, grad) in self._kept.items():
                 tensor = held.tensor
                 if held.put_back(closely):
