@@ -8,6 +8,7 @@ channel) is never the default: it is part of a generation's address.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from enum import IntEnum
@@ -158,15 +159,12 @@ def decode(stored: Any, codec: int, out: Bytes, elements: Elements) -> None:
         if not native.decode(codec, stored, out, elements):
             raise CodecError(f"not what was promised of codec {codec}")
     elif codec == Codec.ZSTD:
-        problem: object = "another size"
-        try:  # what the frame says is what would be allocated
-            if zstandard.frame_content_size(stored) == num_bytes:
+        with contextlib.suppress(zstandard.ZstdError, ValueError):
+            if zstandard.frame_content_size(stored) == num_bytes:  # so much would be allocated
                 whole = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
                 out[:] = np.frombuffer(whole, np.uint8)
                 return
-        except (zstandard.ZstdError, ValueError) as error:
-            problem = error
-        raise CodecError(f"not what was promised: {problem}")
+        raise CodecError("not what was promised of a frame of zstd")
     else:
         raise NeedsKernelError("split records are read by the compiled kernel alone")
 
