@@ -31,6 +31,8 @@ log = logging.getLogger("egeria")
 
 METERS = {"nothing": Meter, "plasticity": ActivationMeter, "movement": MovementMeter}
 """By what a policy measures; what measures in its own way makes its meter itself."""
+PAPER_OPTIONS = ("window", "tolerance", "reference", "unfreeze_rule", "bootstrap")
+"""Who gives one of these wants `plasticity`, which alone reads them."""
 
 
 class FreezeController(Remembered):
@@ -41,8 +43,8 @@ class FreezeController(Remembered):
         optimizer: Its optimizer; parameter groups are read, never changed.
         cache: Anything with `on_boundary_moved(event)`, such as `egeria_cache.ActivationCache`.
         policy: Name of a policy, or an object with the methods of `policies.Policy`. None: `budget`
-            where the schedule's end is known, by `total_steps` or by the scheduler, and the
-            optimizer is one of torch's kind, and else `plasticity`.
+            where the schedule's end is known, by `total_steps` or by the scheduler, the optimizer
+            is one of torch's kind, and no option of `plasticity` is given; and else `plasticity`.
         lr_scheduler: The torch scheduler that sets the optimizer's rates, or a function of the
             optimizer step (counted from 0) that returns the rate. With it the learning rate that
             is left is summed exactly; it is read, never stepped.
@@ -110,8 +112,10 @@ class FreezeController(Remembered):
         self.optimizer = optimizer
         schedule = Schedule(lr_scheduler, total_steps)
         if policy is None:
-            policy = "budget" if schedule.has_end and can_be_read(optimizer) else "plasticity"
-            _warn_of_unread(policy, self.config)
+            usual = ControllerConfig()
+            is_paper = any(getattr(self.config, n) != getattr(usual, n) for n in PAPER_OPTIONS)
+            is_told = schedule.has_end and can_be_read(optimizer) and not is_paper
+            policy = "budget" if is_told else "plasticity"
         self.policy = make_policy(policy, self.config)
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
@@ -459,18 +463,3 @@ class FreezeController(Remembered):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-PLASTICITY_OPTIONS = ("window", "tolerance", "reference", "unfreeze_rule", "bootstrap")
-
-
-def _warn_of_unread(policy: str, config: ControllerConfig) -> None:
-    """Say which options the default policy, which nobody asked for by name, does not read."""
-    usual = ControllerConfig()
-    unread = [name for name in PLASTICITY_OPTIONS if getattr(config, name) != getattr(usual, name)]
-    if policy == "budget" and unread:
-        log.warning(
-            "egeria: policy 'budget', the default where the schedule's end is known, does not read "
-            "%s; give policy='plasticity' for the paper's Algorithm 1",
-            ", ".join(unread),
-        )

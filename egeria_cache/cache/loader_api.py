@@ -167,13 +167,6 @@ class LoaderApi(EngineCallbacks):
         """
         self.open_again(loader_name, unlink=True)
 
-    def tagged_leaves(self, loader_name: str) -> frozenset[str] | None:
-        """The leaves that must know their samples, in whichever call; None for all."""
-        found: frozenset[str] | None = None
-        for view in self.views.of(loader_name):
-            found = view.cut.tagged | (found or frozenset())
-        return found
-
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
         boundary = self.boundary
@@ -208,8 +201,9 @@ class LoaderApi(EngineCallbacks):
         """Whether batches come as DataLoader's: nothing is frozen, or nothing proved as yet."""
         return loader_name in self.policy.idle or not self.is_asked
 
-    def count_yielded(self) -> None:
-        """Note that a batch was yielded which the model should see, if something is trained.
+    def yields(self, loader_name: str) -> frozenset[str] | None:
+        """Note that a batch is yielded which the model should see, if something is trained; return
+        which of its leaves must know their samples, in whichever call; None for all.
 
         Others are for an average of it, or to be looked at: no optimizer steps between them. Nor
         does one while a trainer collects batches before it uses any.
@@ -234,6 +228,10 @@ class LoaderApi(EngineCallbacks):
             stepped = self._stepped  # and not `self`: the hook is the process's
             handle = register_optimizer_step_post_hook(lambda *_: stepped.append(True))
             self._steps = weakref.finalize(self, handle.remove)
+        tagged: frozenset[str] | None = None
+        for view in self.views.of(loader_name):
+            tagged = view.cut.tagged | (tagged or frozenset())
+        return tagged
 
     def note_step(
         self,

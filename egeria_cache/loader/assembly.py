@@ -209,14 +209,13 @@ class Assembly:
         self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the leaves of a batch, of which those that the samples own know these."""
-        only = self.cache.tagged_leaves(self._source.key)
+        only = self.cache.yields(self._source.key)
         chosen = own.keys() if only is None else own.keys() & only
         tagged = dict(leaves)
         for path in chosen:
             rows = leaves[path]
             if isinstance(rows, Tensor) and batches.is_rows(rows, batch.size):
                 tagged[path] = BatchTensor.wrap(rows, batch, path)
-        self.cache.count_yielded()
         self._source.yields(tagged.values())
         return tagged
 

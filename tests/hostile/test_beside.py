@@ -24,8 +24,8 @@ PLACES = {
     "batch.batch.Batch": "rows_of",
     "batch.tensor": "operation",
     "cache.engine_callbacks.EngineCallbacks": "audit_leaves captured cut_found note",
-    "cache.loader_api.LoaderApi": "adopt begins count_yielded log_epoch next_pass_of note_step "
-    "wants_control",
+    "cache.loader_api.LoaderApi": "adopt begins log_epoch next_pass_of note_step "
+    "wants_control yields",
     "gate.policy": "AuditPlan.choose Counters.model_called",
     "loader.assembly.Assembly": "_batch",
     "batch": "is_faithful",
