@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_dict, own_slots
+from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_attributes
 from egeria_cache.pystate.places import GENERATORS, LEADS, Generator, led_to
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
@@ -129,11 +129,11 @@ class Content:
             self.is_all &= _is_plain_object(value)
 
     def _add_object(self, path: str, value: Any, depth: int) -> None:
-        held: Any = own_dict(value)
+        held: Any = outside_state(value)
         if isinstance(value, GENERATORS):
             held = Generator("", value).read(value)
         elif held is None:
-            held = outside_state(value) or own_slots(value)
+            held = own_attributes(value)
         if isinstance(held, dict):
             for name, part in held.items():
                 self._add(f"{path}.{name}", part, depth)
@@ -150,7 +150,7 @@ def _is_plain_object(value: Any) -> bool:
     bases = type(value).__mro__[:-1]
     is_plain = all("__dict__" in vars(base) or not vars(base).get("__slots__") for base in bases)
     heap = all(bool(base.__flags__ & _MADE_IN_PYTHON) for base in bases)
-    return is_plain and heap and not callable(value) and own_dict(value) is not None
+    return is_plain and heap and not callable(value) and type(value).__dictoffset__ != 0
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -174,13 +174,9 @@ def plain_print(value: Any) -> int | None:
 
 def _holds_plain(values: Any) -> bool:
     """Whether elements are plain, or lists and tuples whose elements are, as far as is seen."""
-    kinds = set(map(type, values))
-    if kinds <= PLAIN:
-        return True
-    if not kinds <= PLAIN | {list, tuple}:
-        return False
+    kinds, held = set(map(type, values)), PLAIN | {list, tuple}
     inner = chain.from_iterable(v for v in values if type(v) in (list, tuple))
-    return set(map(type, inner)) <= PLAIN | {list, tuple}
+    return kinds <= PLAIN or (kinds <= held and held.issuperset(map(type, inner)))
 
 
 def is_long(value: Any) -> bool:

@@ -204,9 +204,8 @@ class Portrait(Snapshot):
         ):
             return
         methods = _methods(kinds)
-        ids = {id(code) for codes in methods.values() for code in codes}
+        ids = {id(code) for codes in methods.values() for code in codes} - self._held_methods
         run = {name for name in methods if name.startswith("__") and name != "__init__"}
-        ids -= self._held_methods
         others = (code for code in self._codes if id(code) not in ids)
         named = _named(run.union(*(names_in(code).all for code in others)), kinds)
         for path, value in self._data_sets:
@@ -242,8 +241,7 @@ class Portrait(Snapshot):
                 return [(at, part) for at, part in named if not self._is_noted(at, part)]
             return [(at, part) for at, part in found if type(part) not in ATOMS]
         if isinstance(place, Attributes) and is_vouched:
-            own = {f"{place.path}.{name}" for name in _OWN}
-            indices = f"{place.path}.indices"
+            indices, *own = (f"{place.path}.{name}" for name in ("indices", *_OWN))
             found = [one for one in found if one[0] == indices or _is_active(one[1])]
             found = [one for one in found if one[0] not in own]
         found = [one for one in found if not one[0].endswith(".__module__")]

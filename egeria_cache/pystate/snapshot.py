@@ -172,11 +172,9 @@ class Snapshot:
         """Keep one object; yield what else it holds."""
         for place in self._places(path, value):
             yield from self._keep(place)
-        if isinstance(value, (Tensor, *objects.CONTAINERS)):
-            if not isinstance(value, Tensor):
-                yield from self._items(path, value)
-            return
-        if isinstance(value, type):
+        if isinstance(value, objects.CONTAINERS):
+            yield from self._items(path, value)
+        elif isinstance(value, type):
             yield from ((base.__qualname__, base) for base in value.__bases__)
         elif isinstance(value, local):
             yield path, vars(value)
