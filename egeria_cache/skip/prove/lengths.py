@@ -51,11 +51,11 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
     lengths = traced.call.batch.lengths
     if lengths is None:
         return None
-    parts = list(_parts(traced, plan, lengths))
-    if not parts:
+    parts = [(lengths.whole, traced.plain, True), *_parts(traced, plan, lengths)]
+    if len(parts) == 1:
         why = "the model takes no batch of other lengths than the first, which has no padding"
         raise PaddingError.at(plan.boundary, why)
-    rules = _rules(traced, plan, lengths, parts)
+    rules = _rules(plan, parts)
     shortest = int(lengths.own.sum(1).argmin())
     for _ in range(_MAX_FURTHER):
         target = _uncertain(rules, lengths, lengths.own[shortest])
@@ -65,9 +65,9 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
             parts.append((target, _at(traced, lengths, [shortest], target), True))
         if trial.error is not None:
             break
-        rules = _rules(traced, plan, lengths, parts)
+        rules = _rules(plan, parts)
     lefts = tuple(axis.left for axis in lengths.padding.axes)
-    tried = [lengths.whole, *(whole for whole, _, are_whole in parts if are_whole)]
+    tried = [whole for whole, _, are_whole in parts if are_whole]
     entered = {traced.call.tagged[i].leaf for i in plan.entered if i in traced.call.tagged}
     axes = lengths.padding.axes
     growth = DynamicShapes(
@@ -173,9 +173,7 @@ def _at(traced: TracedBatch, lengths: Lengths, rows: list[int], target: Whole) -
 # ---- what was seen -------------------------------------------------------------------------------
 
 
-def _rules(
-    traced: TracedBatch, plan: ReplayPlan, lengths: Lengths, parts: Sequence[Part]
-) -> dict[Slot, dict[int, Rule]]:
+def _rules(plan: ReplayPlan, parts: Sequence[Part]) -> dict[Slot, dict[int, Rule]]:
     found: dict[Slot, dict[int, Rule]] = {}
     for i, step in enumerate(plan.steps):
         for j, spec in enumerate(step.leaves) if not step.run else ():
@@ -184,8 +182,7 @@ def _rules(
                 if is_plain and any(part.leaves[i][j] != spec for _, part, _ in parts):
                     raise _odd(plan, step.name)
                 continue
-            runs = [(lengths.whole, traced.leaf(i, j), traced.size)]
-            runs += [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
+            runs = [(whole, part.leaves[i][j], len(part.rows)) for whole, part, _ in parts]
             if any(value.dim() != len(spec.shape) for _, value, _ in runs):
                 raise _odd(plan, step.name)
             for dim in range(len(spec.shape)):
@@ -247,7 +244,7 @@ def _constants(plan: ReplayPlan, parts: Sequence[Recomputed]) -> Iterator[tuple[
                 error = difference(value[shared], other[shared])
                 if error > tolerance(value, plan.coarsest):
                     raise PaddingError.reads_padding(plan.boundary, repr(step.name), error)
-            yield (i, j), max((value, *others), key=Tensor.numel).detach().clone()
+            yield (i, j), max(others, key=Tensor.numel).detach().clone()
 
 
 def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten
 
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import overlap
@@ -144,16 +143,15 @@ def _with_made_up(traced: TracedBatch, plan: ReplayPlan) -> Iterator[Recomputed]
 def _draft(traced: TracedBatch, parts: Sequence[Recomputed], coarsest: float) -> ReplayPlan:
     """Describe the steps; compare the batch sizes to find the batch dimension."""
     steps = []
-    for i, (record, output) in enumerate(zip(traced.steps, traced.outputs, strict=True)):
-        name = traced.names[id(record.module)]
-        leaves_a, spec = tree_flatten(output)
-        if any(len(leaves_a) != len(part.leaves[i]) for part in parts):
+    for i, (record, spec) in enumerate(zip(traced.steps, traced.specs, strict=True)):
+        name, leaves = traced.names[id(record.module)], traced.plain.leaves[i]
+        if any(len(leaves) != len(part.leaves[i]) for part in parts):
             raise BoundaryError.another_way(
                 traced.boundary, f"{name!r} returns another structure for another batch"
             )
         described = [
             _describe(traced, name, a, coarsest, [(part.leaves[i][j], part.rows) for part in parts])
-            for j, a in enumerate(leaves_a)
+            for j, a in enumerate(leaves)
         ]
         run = has_user_hooks_inside(record.module) or trainable(record.module) is not None
         steps.append(StepPlan(record.module, name, spec, described, run=run))

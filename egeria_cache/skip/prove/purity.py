@@ -98,12 +98,12 @@ def check_rows(traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPla
     suspects: dict[int, tuple[Recomputed, int]] = {}
     for slot in plan.slots().values():
         spec, value = plan.tensor_spec(slot), traced.leaf(*slot)
-        for part, rows, a, b in _in_company(spec, slot, parts, value):
+        for part, rows, a, b in _in_company(spec, slot, [traced.plain, *parts]):
             error = difference(a, b)
             if error > tolerance(value, plan.coarsest):
                 for how in traced.trace.draws.values():
                     raise BoundaryError.impure(plan.boundary, how)
-                raise _blame(traced, parts, plan, error)
+                raise next(_blamed(traced, parts, plan))
             strict = tolerance(value, as_stored=True)
             is_odd = error > strict or slice_difference(a, b) > strict
             if is_odd and id(part) not in suspects:
@@ -147,19 +147,16 @@ _Pairs = Iterator[tuple[Recomputed, list[int], Tensor, Tensor]]
 """(part, rows that were seen before, as they were first seen, the same in this part)"""
 
 
-def _in_company(
-    spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed], first: Tensor | None = None
-) -> _Pairs:
-    """Compare a leaf's rows with what they were in the parts before, or in the batch, which comes
-    first; of a tensor that is no sample's all of it.
+def _in_company(spec: TensorSpec, slot: Slot, parts: Sequence[Recomputed]) -> _Pairs:
+    """Compare a leaf's rows with what they were in the parts before; of a tensor that is no
+    sample's all of it.
     """
+    leaves, known = [part.leaves[slot[0]][slot[1]] for part in parts], dict[int, Tensor]()
     if spec.batch_dim is None:
-        assert first is not None
-        yield from ((part, [], first, part.leaves[slot[0]][slot[1]]) for part in parts)
+        yield from ((part, [], leaves[0], leaf) for part, leaf in zip(parts, leaves, strict=True))
         return
-    known = {} if first is None else dict(enumerate(spec.to_rows(first)))
-    for part in parts:
-        rows = spec.to_rows(part.leaves[slot[0]][slot[1]])
+    for part, leaf in zip(parts, leaves, strict=True):
+        rows = spec.to_rows(leaf)
         seen = [k for k, row in enumerate(part.rows) if row in known]
         if seen:
             again = [part.rows[k] for k in seen]
@@ -197,18 +194,16 @@ def _check_precisely(
                 raise BoundaryError.mixes_samples(plan.boundary, plan.steps[i].name, error)
 
 
-def _blame(
-    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan, error: float
-) -> BoundaryError:
-    """Name the first module whose output shows the difference."""
+def _blamed(
+    traced: TracedBatch, parts: Sequence[Recomputed], plan: ReplayPlan
+) -> Iterator[BoundaryError]:
+    """Name the modules whose outputs show a difference."""
     for i, step in enumerate(plan.steps):
-        for j, spec in enumerate(step.leaves):
-            value = traced.leaf(i, j)
-            pairs = _in_company(spec, (i, j), parts, value) if isinstance(spec, TensorSpec) else ()
-            for _, _, a, b in pairs:
-                if (here := difference(a, b)) > tolerance(value, plan.coarsest):
-                    return BoundaryError.mixes_samples(plan.boundary, step.name, here)
-    return BoundaryError.mixes_samples(plan.boundary, plan.boundary, error)
+        specs = [(j, spec) for j, spec in enumerate(step.leaves) if isinstance(spec, TensorSpec)]
+        for j, spec in specs:
+            for _, _, a, b in _in_company(spec, (i, j), [traced.plain, *parts]):
+                if (error := difference(a, b)) > tolerance(traced.leaf(i, j), plan.coarsest):
+                    yield BoundaryError.mixes_samples(plan.boundary, step.name, error)
 
 
 # ---- again on the same copy ----------------------------------------------------------------------

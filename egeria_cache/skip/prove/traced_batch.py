@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
@@ -140,8 +140,12 @@ class TracedBatch:
         run, self.held = TracedRun(self, stop=False), self.held_by(copied)
         self.result = self.run(copied, run)
         """All that the call has brought, taken apart."""
-        self.outputs, self.seconds = run.outputs, run.seconds
-        """Per step: as it stood when the boundary returned; and from the model's start on."""
+        self.specs = [tree_structure(output) for output in run.outputs]
+        """How each step's output is built."""
+        leaves, self.seconds = [tree_leaves(output) for output in run.outputs], run.seconds
+        """From the model's start until each step has returned."""
+        self.plain = Recomputed(list(range(self.size)), leaves, False, run.given)
+        """As it stood when the boundary returned."""
         self.given, self.moved = copied.call.leaves, copied.moved
         """The leaves of the call, as it has left them, and what parameters it has written to."""
         self.written = [
@@ -254,7 +258,7 @@ class TracedBatch:
 
     def leaf(self, step: int, leaf: int) -> Any:
         """Return one leaf of one step's output."""
-        return tree_leaves(self.outputs[step])[leaf]
+        return self.plain.leaves[step][leaf]
 
     def refuse_trained(self, tensor: Tensor) -> None:
         """Raise if autograd knows a trainable parameter that `tensor` was computed with."""
