@@ -484,7 +484,11 @@ class SkipEngine:
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
         assert self.boundary is not None
-        waits = self._is_restless(key, call) or self._waits_for_padding(call)
+        lengths = call.batch.lengths
+        # Samples of other lengths should come first: these show no padding at all.
+        is_even = lengths is not None and not (lengths.own != lengths.whole).any()
+        self._num_even += is_even
+        waits = self._is_restless(key, call) or (is_even and self._num_even <= _MAX_EVEN)
         waits = waits or not self._plans.may_dry_run(key)
         how = None if waits or any(self._plans.all()) else self.host.postpones(call.batch)
         if not waits and how is None:
@@ -573,14 +577,6 @@ class SkipEngine:
         for known in self._plans.alike(plan.key, plan.boundary):
             if known.growth and known.growth.outputs.keys() == growth.outputs.keys():
                 growth.proof = known.growth.proof
-
-    def _waits_for_padding(self, call: Invocation) -> bool:
-        """Whether samples of other lengths should come first: these show no padding at all."""
-        lengths = call.batch.lengths
-        if lengths is None or (lengths.own != lengths.whole).any():
-            return False
-        self._num_even += 1
-        return self._num_even <= _MAX_EVEN
 
     def _is_restless(self, key: tuple[Any, ...], call: Invocation) -> bool:
         """Whether every call differs from those before it, so that nothing would be served."""

@@ -12,6 +12,7 @@ hits, and what is left behind by a run would be that of another batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -120,21 +121,15 @@ def check_constants(parts: Sequence[Recomputed], plan: ReplayPlan) -> None:
     Raises:
         BoundaryError: And which module that is.
     """
-    for i, step in enumerate(plan.steps):
-        for part in parts:
-            for j, (known, other) in enumerate(zip(step.leaves, part.leaves[i], strict=True)):
-                value = step.constants.get(j)
-                if value is not None:
-                    error = difference(value, other)
-                    if error > tolerance(value, plan.coarsest):
-                        raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
-                elif isinstance(known, PLAIN) and (
-                    type(other) is not type(known) or known != other
-                ):
-                    raise BoundaryError.impure(
-                        plan.boundary,
-                        f"{step.name!r} returns {known!r} for one batch and {other!r} for another",
-                    )
+    for (i, step), part in itertools.product(enumerate(plan.steps), parts):
+        for j, value in step.constants.items():
+            error = difference(value, part.leaves[i][j])
+            if error > tolerance(value, plan.coarsest):
+                raise BoundaryError.mixes_samples(plan.boundary, step.name, error)
+        for known, other in zip(step.leaves, part.leaves[i], strict=True):
+            if isinstance(known, PLAIN) and (type(other) is not type(known) or known != other):
+                how = f"{step.name!r} returns {known!r} for one batch and {other!r} for another"
+                raise BoundaryError.impure(plan.boundary, how)
 
 
 def same_parts(plan: ReplayPlan, a: Recomputed, b: Recomputed) -> bool:

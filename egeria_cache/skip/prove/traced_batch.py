@@ -67,11 +67,7 @@ def moved(before: Held, after: Held) -> dict[Any, bool]:
     found = {}
     for mark, held in after.items():
         then = before[mark].texts if mark in before else {}
-        paths = {
-            path
-            for path in then.keys() | held.texts.keys()
-            if held.texts.get(path) != then.get(path)
-        }
+        paths = {path for path, _ in then.items() ^ held.texts.items()}
         if paths:
             found[mark] = not held.arrays.isdisjoint(paths & then.keys() if then else paths)
     return found
@@ -148,12 +144,8 @@ class TracedBatch:
         """As it stood when the boundary returned."""
         self.given, self.moved = copied.call.leaves, copied.moved
         """The leaves of the call, as it has left them, and what parameters it has written to."""
-        self.written = [
-            i
-            for i in self.call.tagged
-            if isinstance(self.given[i], Tensor)
-            and not same_content(self.given[i], self.copies.leaves[i])
-        ]
+        given, as_they_were = self.given, self.copies.leaves
+        self.written = [i for i in self.call.tagged if not same_content(given[i], as_they_were[i])]
         """The positions of the loader's leaves that it has written to."""
         self.outside = self.replayed = self.before.outside.moved_whole(copied.of)
         """What it has counted outside of the model, by place; and what the last replay has."""
