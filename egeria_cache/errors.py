@@ -71,14 +71,12 @@ class BoundaryError(EgeriaError):
         )
 
     @classmethod
-    def never_called(cls, boundary: str, *, is_late: bool = False) -> BoundaryError:
-        """The forward does not call the boundary: a container, an unused module, or `is_late`."""
-        if is_late:
-            why = "the model's forward yields, so that it runs once the loop asks for its parts"
-            return cls(f"module {boundary!r} cannot be skipped: {why}; return a list of them")
+    def never_called(cls, boundary: str) -> BoundaryError:
+        """The forward does not call the boundary: a container, an unused module, a generator."""
         return cls(
             f"module {boundary!r} is not called by the model's forward, so nothing marks the end "
-            "of the prefix; choose a module that is called (a block, not the list that holds it)"
+            "of the prefix; choose a module that is called (a block, not the list that holds it), "
+            "and return a list where the forward yields its parts"
         )
 
     @classmethod
@@ -131,21 +129,8 @@ class BoundaryError(EgeriaError):
         )
 
 
-class ParallelError(BoundaryError):
-    """Tensor parallelism cuts the model: it trains uncached."""
-
-    @classmethod
-    def of(cls, parameter: str) -> ParallelError:
-        """Say which parameter it cuts."""
-        return cls(
-            f"the frozen front cannot be skipped: {parameter!r} is cut by tensor parallelism, and "
-            "the model would have to be proved on all ranks at once; make a `FrozenFront` of the "
-            "frozen blocks, which is whole on each rank"
-        )
-
-
 class BatchError(BoundaryError):
-    """The model can be cut there, but not for such batches."""
+    """The model can be cut there, but not for such batches, or as it is cut over ranks already."""
 
 
 class PaddingError(BatchError):

@@ -35,7 +35,7 @@ class BoundaryMoved:
     """In words, for logs and history."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Status:
     """The state of one cache, which moves its engine's boundary: by the user, by a freeze
     controller, by the gate.

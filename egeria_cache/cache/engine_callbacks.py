@@ -15,7 +15,7 @@ from egeria_cache.attempt import place_of
 from egeria_cache.batch import Batch, Entry
 from egeria_cache.cache.boundary import Status, shown_name
 from egeria_cache.device import device_of, lock_ahead
-from egeria_cache.errors import BatchError, BoundaryError, EgeriaError, ParallelError
+from egeria_cache.errors import BatchError, BoundaryError, EgeriaError
 from egeria_cache.gate import AuditPlan, ServingPolicy
 from egeria_cache.prefetch import PRINT, PlannedEntry, View, record
 from egeria_cache.samples import BatchContext, LoaderSource
@@ -382,7 +382,7 @@ class EngineCallbacks(Status):
             return
         self._counts.why_not = str(error)
         by_hand = self.set_by_hand and not self.is_proved
-        if at_first and by_hand and not isinstance(error, BatchError | ParallelError):
+        if at_first and by_hand and not isinstance(error, BatchError):
             raise error
         # Other batches may be refused for the same reason, by other figures.
         if self.is_news(self.boundary, str(error).translate(_FIGURES)):

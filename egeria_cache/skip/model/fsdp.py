@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.errors import BoundaryError, ParallelError
+from egeria_cache.errors import BatchError, BoundaryError
 
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
@@ -144,7 +144,7 @@ def make_local(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -
         pairs: (module of it, its copy).
 
     Raises:
-        ParallelError: Not `fully_shard` alone has cut it.
+        BatchError: Not `fully_shard` alone has cut it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made = {
@@ -167,7 +167,11 @@ def make_local(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -
         own: dict[str, Any] = copy._parameters
         for key, parameter in own.items():
             if is_sharded(parameter) and id(parameter) not in made:
-                raise ParallelError.of(names.get(id(parameter), key))
+                raise BatchError(
+                    f"the frozen front cannot be skipped: {names.get(id(parameter), key)!r} is cut "
+                    "by tensor parallelism, and the model would have to be proved on all ranks at "
+                    "once; make a `FrozenFront` of the frozen blocks, which is whole on each rank"
+                )
             own[key] = made.get(id(parameter), parameter)
 
 

@@ -16,7 +16,6 @@ The boundary that finds itself is the deepest module before which nothing trains
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,8 +218,7 @@ class DryRun:
         module = self.model.get_submodule(self.boundary)
         calls = [i for i, call in enumerate(recorder.calls) if call.module is module]
         if not calls:
-            is_late = inspect.isgeneratorfunction(type(self.model).forward)
-            raise BoundaryError.never_called(self.boundary, is_late=is_late)
+            raise BoundaryError.never_called(self.boundary)
         parameter = trainable(module)
         if parameter is not None:
             raise BoundaryError.trainable(self.boundary, f"{self.boundary}.{parameter}")
