@@ -55,7 +55,7 @@ NAMED = (
     ("planning ahead", plan.Planner, "top_up"),
     ("planning ahead", plan.Planner, "_draw"),
     ("planning ahead", plan.Planner, "take"),
-    ("looking up what is stored", plan, "best_entry"),
+    ("looking up what is stored", plan.Planner, "_plans"),
     ("DataLoader's own iterator", _SingleProcessDataLoaderIter, "_next_data"),
     ("handing reads in", prefetch.Prefetcher, "start"),
     ("waiting for reads", prefetch.PlannedEntry, "ready"),

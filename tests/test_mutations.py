@@ -120,13 +120,13 @@ MUTATIONS = {
         caught_by="tests/skip/test_frozen.py",
     ),
     "an epoch that is resumed is drawn anew": Mutation(
-        file="egeria_cache/loader/resume.py",
+        file="egeria_cache/loader/loader.py",
         old="            rng.set(last.start)\n            if last.yielded",
         new="            if last.yielded",
         caught_by="tests/loader/test_resume.py",
     ),
     "a resumed epoch begins at its first batch": Mutation(
-        file="egeria_cache/loader/resume.py",
+        file="egeria_cache/loader/loader.py",
         old="chain(drawn[progress.yielded :], batches)",
         new="chain(drawn, batches)",
         caught_by="tests/loader/test_resume.py",

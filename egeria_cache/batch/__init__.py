@@ -12,6 +12,7 @@ how they were padded.
 from egeria_cache.batch.batch import (
     Batch,
     Entry,
+    Leaves,
     PartEntry,
     Rows,
     SampleId,
@@ -43,7 +44,7 @@ from egeria_cache.batch.tensor import (
 from egeria_cache.batch.trial import forget_trials
 
 __all__ = [
-    "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Lengths", "Padding",
+    "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Leaves", "Lengths", "Padding",
     "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting", "flatten",
     "forget_lost", "forget_trials", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows",
     "lost_by", "merge_rows", "overlap", "own_containers", "take_rows", "unwrap", "without_data",

@@ -35,7 +35,10 @@ Rows = Tensor | list[Any] | tuple[Any, ...]
 """The values of one leaf for a batch: a tensor with a row per sample, or one value per sample."""
 
 R = TypeVar("R", bound=Rows)
-Leaf = Any
+Func = Callable[..., Any]
+Kwargs = Mapping[str, Any]
+Leaves = Mapping[str, Any]
+"""The leaves of a batch by path."""
 _SCALARS = (str, bytes, int, float, bool, type(None))
 _NO_BATCH = (*_SCALARS, np.ndarray, np.generic, type, FunctionType, ModuleType, nn.Module, Dataset)
 _MAX_DEPTH = 8
@@ -45,7 +48,7 @@ _MAX_DEPTH = 8
 class Structure:
     """How to build a batch from its leaves."""
 
-    rebuild: Callable[[Mapping[str, Leaf]], Any] = field(compare=False)
+    rebuild: Callable[[Leaves], Any] = field(compare=False)
     """Leaves by path -> a batch of the original types."""
     paths: tuple[str, ...]
     """Paths of all leaves, in order; the empty path is a batch that is itself one leaf."""
@@ -91,7 +94,7 @@ class Batch:
     """By path, as they were handed out: what the loop does to its own is not done to these. With an
     entry, a leaf that its cut drops holds the rows of the misses alone (and is absent where every
     row is a hit)."""
-    load_rows: Callable[[np.ndarray], Mapping[str, Rows]]
+    load_rows: Callable[[np.ndarray], Leaves]
     """Loads the masked rows of all leaves from the data set, as they were loaded before."""
     planned_entry: Entry | None = None
     """Where the hits enter the model; None if every row was loaded."""
@@ -109,7 +112,7 @@ class Batch:
     """Why that is so."""
     was_computed: bool = field(default=False, init=False)
     """Whether the model was called with it where a cut is known."""
-    _loaded: Mapping[str, Rows] | None = field(default=None, init=False)
+    _loaded: Leaves | None = field(default=None, init=False)
     _load_stored: Callable[[], dict[str, Tensor]] | None = field(default=None, init=False)
     """Reads the stored rows once, for all parts."""
 
@@ -119,7 +122,7 @@ class Batch:
         given, self.leaves = self.leaves, dict[str, Rows]()
         self._hold(given)
 
-    def _hold(self, leaves: Mapping[str, Rows]) -> None:
+    def _hold(self, leaves: Leaves) -> None:
         for path, rows in leaves.items():
             self.leaves[path] = rows
             if not self.may_be_stored:
@@ -178,7 +181,7 @@ class Batch:
         )
         return self._parts[known]
 
-    def load_absent(self) -> Mapping[str, Rows]:
+    def load_absent(self) -> Leaves:
         """Return the raw rows that were not loaded with the batch, by leaf (loads them once)."""
         assert self.absent is not None, "every row was loaded with the batch"
         if self._loaded is None:
@@ -242,11 +245,8 @@ class PartEntry:
 
 
 def _load_part(
-    load_rows: Callable[[np.ndarray], Mapping[str, Rows]],
-    part: np.ndarray,
-    size: int,
-    rows: np.ndarray,
-) -> Mapping[str, Rows]:
+    load_rows: Callable[[np.ndarray], Leaves], part: np.ndarray, size: int, rows: np.ndarray
+) -> Leaves:
     """Load masked rows of a part, each once, from the whole batch's samples."""
     mask = np.zeros(size, bool)
     mask[part[rows]] = True
@@ -307,14 +307,14 @@ def content_print(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(flat.data)
 
 
-def is_rows(leaf: Leaf, batch_size: int) -> bool:
+def is_rows(leaf: Any, batch_size: int) -> bool:
     """Whether `leaf` holds one row or one plain value per sample."""
     if isinstance(leaf, Tensor):
         return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == batch_size
     return _is_values(leaf, batch_size)
 
 
-def is_dense(leaf: Leaf) -> bool:
+def is_dense(leaf: Any) -> bool:
     """Whether it is an ordinary tensor: not nested, sparse, quantised, or of a class of its own."""
     is_whole = type(leaf) is Tensor and not leaf.is_nested and leaf.layout == torch.strided
     return is_whole and not (leaf.is_quantized or leaf.is_inference() or leaf.is_meta)
@@ -344,7 +344,7 @@ def _is_values(node: Any, batch_size: int) -> bool:
     return has_size and all(isinstance(value, _SCALARS) for value in node)
 
 
-def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Leaf]]:
+def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Any]]:
     """Split `batch` into its structure and its leaves by path.
 
     Mappings, sequences and objects that hold tensors are looked into; anything else is a leaf, and
@@ -354,12 +354,12 @@ def flatten(batch: Any, batch_size: int) -> tuple[Structure, dict[str, Leaf]]:
         batch: Any.
         batch_size: Number of its samples.
     """
-    leaves: dict[str, Leaf] = {}
-    rebuild = _walk(batch, "", _Walk(batch_size, leaves), ())
+    leaves: dict[str, Any] = {}
+    rebuild = _walk(batch, "", batch_size, leaves, ())
     return Structure(rebuild, tuple(leaves)), leaves
 
 
-def is_faithful(structure: Structure, batch: Any, leaves: Mapping[str, Leaf], size: int) -> bool:
+def is_faithful(structure: Structure, batch: Any, leaves: Leaves, size: int) -> bool:
     """Whether `rebuild` gives a batch of the same types and leaves, and leaves this one alone."""
     again, once_more = flatten(structure.rebuild(leaves), size)[1], flatten(batch, size)[1]
     return all(
@@ -368,64 +368,52 @@ def is_faithful(structure: Structure, batch: Any, leaves: Mapping[str, Leaf], si
     )
 
 
-Rebuild = Callable[[Mapping[str, Leaf]], Any]
+Rebuild = Callable[[Leaves], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    batch_size: int
-    leaves: dict[str, Leaf]
-    """Filled."""
-
-
-def _walk(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> Rebuild:
-    """Return how to build `node` anew. No constructor of its class runs then: it might act."""
-    kind, leaves = type(node), walk.leaves
-    if isinstance(node, Tensor) or _is_values(node, walk.batch_size) or id(node) in around:
+def _walk(
+    node: Any, path: str, size: int, leaves: dict[str, Any], around: tuple[int, ...]
+) -> Rebuild:
+    """Return how to build `node` anew, and fill in its leaves."""
+    is_one = isinstance(node, Tensor) or _is_values(node, size) or id(node) in around
+    around = (*around, id(node))
+    has_parts = isinstance(node, dict | tuple) or type(node) is list
+    if is_one or not (has_parts or _holds_tensors(node, len(around), set())):
         leaves[path] = node
         return itemgetter(path)
-    around = (*around, id(node))
-    if kind is list:
-        items = [_walk(v, f"{path}[{i}]", walk, around) for i, v in enumerate(node)]
-        return lambda values: [item(values) for item in items]
+    parts: dict[Any, Any] = {}
     if isinstance(node, dict):
-        parts = {k: _walk(v, f"{path}[{k!r}]", walk, around) for k, v in node.items()}
-        base = OrderedDict if isinstance(node, OrderedDict) else dict
-        default = node.default_factory if isinstance(node, defaultdict) else None
-        inside = _attributes(node, path, walk, around)
-
-        def rebuild(values: Mapping[str, Leaf]) -> Any:
-            clone: Any = base.__new__(kind)
-            for key, part in parts.items():
-                base.__setitem__(clone, key, part(values))
-            if default is not None:
-                clone.default_factory = default
-            return _with(clone, inside, values)
-
-        return rebuild
-    if isinstance(node, tuple):
-        names = [f".{name}" for name in getattr(node, "_fields", ())]
-        names = names if len(names) == len(node) else [f"[{i}]" for i in range(len(node))]
-        items = [_walk(v, path + name, walk, around) for name, v in zip(names, node, strict=True)]
-        inside = _attributes(node, path, walk, around)
-        return lambda values: _with(
-            tuple.__new__(kind, [item(values) for item in items]), inside, values
-        )
-    if _holds_tensors(node, len(around), set()):
-        inside = _attributes(node, path, walk, around)
-        return lambda values: _with(_make(kind), inside, values)
-    leaves[path] = node
-    return itemgetter(path)
+        parts = {key: (f"[{key!r}]", value) for key, value in node.items()}
+    elif has_parts:
+        fields = [f".{name}" for name in getattr(node, "_fields", ())]
+        names = fields if len(fields) == len(node) else [f"[{i}]" for i in range(len(node))]
+        parts = dict(enumerate(zip(names, node, strict=True)))
+    items = {k: _walk(v, path + name, size, leaves, around) for k, (name, v) in parts.items()}
+    # An attribute that holds no tensor is the same in every batch.
+    own = own_attributes(node).items()
+    inside = {k: _walk(v, f"{path}.{k}", size, leaves, around) for k, v in own}
+    default = node.default_factory if isinstance(node, defaultdict) else None
+    return partial(_built, type(node), items, inside, default)
 
 
-def _attributes(node: Any, path: str, walk: _Walk, around: tuple[int, ...]) -> dict[str, Rebuild]:
-    """Return how to build each attribute; what holds no tensor is the same in every batch."""
-    return {k: _walk(v, f"{path}.{k}", walk, around) for k, v in own_attributes(node).items()}
-
-
-def _with(clone: Any, inside: Mapping[str, Rebuild], values: Mapping[str, Leaf]) -> Any:
-    for name, part in inside.items():
-        object.__setattr__(clone, name, part(values))
+def _built(
+    kind: Any, items: dict[Any, Rebuild], inside: dict[str, Rebuild], default: Any, values: Leaves
+) -> Any:
+    """Build a part of a batch. No constructor of its class runs then: it might act."""
+    parts = [item(values) for item in items.values()]
+    if kind is list:
+        return parts
+    if issubclass(kind, dict):
+        base = OrderedDict if issubclass(kind, OrderedDict) else dict
+        clone: Any = base.__new__(kind)
+        for key, part in zip(items, parts, strict=True):
+            base.__setitem__(clone, key, part)
+        if default is not None:
+            clone.default_factory = default
+    else:
+        clone = tuple.__new__(kind, parts) if issubclass(kind, tuple) else _make(kind)
+    for name, own in inside.items():
+        object.__setattr__(clone, name, own(values))
     return clone
 
 

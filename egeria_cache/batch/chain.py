@@ -9,17 +9,17 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from egeria_cache.batch.batch import SMALL_BYTES, content_print, is_dense
+from egeria_cache.batch.batch import SMALL_BYTES, Func, Kwargs, Leaves, content_print, is_dense
 from egeria_cache.device import moved_to, uploaded
 
 _KEEPS_VALUES = {
@@ -52,22 +52,23 @@ class Fold(NamedTuple):
 
 
 PLAIN = Fold()
+Ops: TypeAlias = "tuple[Op, ...]"
 Raw = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a leaf as the loader gave it out."""
 
 
-class Leaf(NamedTuple):
-    """A leaf of a batch as it is now."""
+class Chained:
+    """A leaf of a batch, and what was done to it."""
 
-    name: str
+    leaf: str
     raw: Raw
-    chain: tuple[Op, ...]
-    """What was done to it."""
-    key: str
-    """That, as text."""
-    num_rows: int
-    num_dims: int
-    device: torch.device
+    """The leaf as it was given out."""
+    chain: Ops
+
+    @property
+    def chain_key(self) -> str:
+        """The recorded operations that change values, as stable text; empty when there are none."""
+        return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
 
     @property
     def fold(self) -> Fold:
@@ -75,21 +76,33 @@ class Leaf(NamedTuple):
         return self.chain[-1].fold if self.chain else PLAIN
 
     @property
-    def opens(self) -> bool:
-        """Whether rows do not stand in its first dimension."""
-        return bool(self.chain) and self.chain[-1].opens
+    def has_rows_first(self) -> bool:
+        """Whether samples stand in the first dimension; a view may have put them elsewhere."""
+        return not self.chain or not self.chain[-1].opens
+
+    @property
+    def raws(self) -> dict[str, Raw]:
+        """All leaves that it is made of."""
+        return {self.leaf: self.raw} | {name: raw for op in self.chain for name, raw in op.raws}
+
+
+@dataclass(frozen=True)
+class Leaf(Chained):
+    """A leaf as it is now, without what it holds."""
+
+    leaf: str
+    raw: Raw
+    chain: Ops
+    num_rows: int
+    num_dims: int
+    device: torch.device
 
     @property
     def way(self) -> tuple[Any, ...]:
         """What tells it from other leaves, and what was done to it from that."""
         shape, stride, dtype = self.raw
         ops = tuple([(op.func, op.key) for op in self.chain])
-        return self.name, shape[1:], stride, dtype, self.device, ops
-
-    @property
-    def raws(self) -> dict[str, Raw]:
-        """All leaves that it is made of."""
-        return {self.name: self.raw} | {name: raw for op in self.chain for name, raw in op.raws}
+        return self.leaf, shape[1:], stride, dtype, self.device, ops
 
 
 class Slot(int):
@@ -104,10 +117,10 @@ ROWS = Slot(-1)
 class Op:
     """One recorded operation on a leaf: row by row, and the same for all rows."""
 
-    func: Callable[..., Any]
+    func: Func
     args: tuple[Any, ...]
     """With a `Slot` for each leaf."""
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
     key: str = ""
     """What tells it from others."""
     others: Sequence[Leaf] = ()
@@ -143,12 +156,12 @@ class Op:
         geometry = (before.dtype, before.stride())
         return geometry == (after.dtype, after.stride())
 
-    def run(self, data: Tensor, loaded: Mapping[str, Any] | None = None) -> Tensor:
+    def run(self, data: Tensor, loaded: Leaves | None = None) -> Tensor:
         """Apply the operation to some rows (or, without moving it, to a meta tensor).
 
         `loaded` has the same rows of the batch's leaves, as they were loaded.
         """
-        others = [derived(o.name, o.chain, loaded or {}, data.device) for o in self.others]
+        others = [derived(o.leaf, o.chain, loaded or {}, data.device) for o in self.others]
         return self.apply([data, *others])
 
     def apply(self, leaves: Sequence[Tensor]) -> Tensor:
@@ -179,13 +192,13 @@ class Op:
         return meta if memory_format is None else meta.to(memory_format=memory_format)
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Func) -> str:
     """Return the name of a function, of a property that of itself."""
     name: str = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op | None:
+def moved(func: Func, args: Sequence[Any], kwargs: Kwargs) -> Op | None:
     """Return the operation if it only moves rows, casts them or lays them out."""
     kind = moved_to(func)
     if kind is not None:
@@ -213,16 +226,14 @@ def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return Op(func, tuple(args), kwargs, key, device=device)
 
 
-def _parsed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def _parsed(args: Sequence[Any], kwargs: Kwargs) -> tuple[Any, ...]:
     """Return device, dtype, whether it waits, and the memory format that `to` is told."""
     named = {k: v for k, v in kwargs.items() if k != "copy"}
     found: tuple[Any, ...] = torch._C._nn._parse_to(*args[:3], **named)
     return found
 
 
-def derived(
-    leaf: str, chain: Sequence[Op], loaded: Mapping[str, Any], device: torch.device
-) -> Tensor:
+def derived(leaf: str, chain: Ops, loaded: Leaves, device: torch.device) -> Tensor:
     """Return rows of a leaf after all that was done to it, from what was loaded of them."""
     rows: Tensor = uploaded(loaded[leaf], device)
     for op in chain:
@@ -240,7 +251,7 @@ def text_of(value: Any, leaves: Sequence[Leaf]) -> str | None:
     """Return what tells an argument from others; None if it is not the same for all rows."""
     if isinstance(value, Slot):
         leaf = leaves[value]
-        return f"{leaf.name}:{leaf.key}" if value else "x0"
+        return f"{leaf.leaf}:{leaf.chain_key}" if value else "x0"
     if isinstance(value, Tensor):
         return _constant_text(value, leaves)
     if isinstance(value, list | tuple):
@@ -277,16 +288,9 @@ def _filled(value: Any, leaves: Sequence[Tensor]) -> Any:
     return tuple(_filled(item, leaves) for item in value) if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Rows that are taken from a batch."""
-
-    parts: Sequence[tuple[np.ndarray, Callable[[Tensor], Tensor]]]
-    """Their positions, and what takes them from a tensor."""
-    is_tuple: bool
-    """Whether the function gives several tensors."""
-    rest: Any = None
-    """What is indexed further, behind the rows; None if nothing is."""
+Selection = tuple[Sequence[tuple[np.ndarray, Callable[[Tensor], Tensor]]], bool, Any]
+"""Rows that are taken from a batch: their positions and what takes them from a tensor, for each
+tensor that the function gives; whether that is a tuple; what is indexed behind the rows."""
 
 
 _DIM_AT = {
@@ -299,7 +303,7 @@ _DIM_AT = {
 
 
 def selected_rows(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], leaf: Tensor
+    func: Func, args: Sequence[Any], kwargs: Kwargs, leaf: Tensor
 ) -> Selection | None:
     """Return the rows that `func(leaf, *args, **kwargs)` takes; None if that is not what it does.
 
@@ -312,9 +316,9 @@ def selected_rows(
         return None
     found = func(torch.arange(leaf.shape[0]), *args, **kwargs)
     if isinstance(found, Tensor):
-        return Selection([(found.numpy(), partial(_call, func, args, kwargs, None))], False)
+        return [(found.numpy(), partial(_call, func, args, kwargs, None))], False, None
     parts = [(rows.numpy(), partial(_call, func, args, kwargs, i)) for i, rows in enumerate(found)]
-    return Selection(parts, True)
+    return parts, True, None
 
 
 def _indexed(index: Any, num_rows: int) -> Selection | None:
@@ -333,7 +337,7 @@ def _indexed(index: Any, num_rows: int) -> Selection | None:
         return None
     rows = torch.arange(num_rows)[first.cpu() if isinstance(first, Tensor) else first]
     at = first if isinstance(first, slice) else rows
-    return Selection([(rows.numpy(), partial(_take, at))], False, rest)
+    return [(rows.numpy(), partial(_take, at))], False, rest
 
 
 def _take(at: Any, tensor: Tensor) -> Tensor:
@@ -342,20 +346,14 @@ def _take(at: Any, tensor: Tensor) -> Tensor:
 
 
 def _call(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    nth: int | None,
-    tensor: Tensor,
+    func: Func, args: Sequence[Any], kwargs: Kwargs, nth: int | None, tensor: Tensor
 ) -> Tensor:
     found = func(tensor, *args, **kwargs)
     result: Tensor = found if nth is None else found[nth]
     return result
 
 
-def _is_along_rows(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int
-) -> bool:
+def _is_along_rows(func: Func, args: Sequence[Any], kwargs: Kwargs, num_dims: int) -> bool:
     """Whether the dimension that it works on is the batch's, and that one alone."""
     name, at = func.__name__, _DIM_AT[func]
     default = None if name == "roll" and num_dims > 1 else 0

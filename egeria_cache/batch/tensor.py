@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,9 @@ from egeria_cache.attempt import (
 )
 from egeria_cache.batch.batch import (
     Batch,
-    Rows,
+    Func,
+    Kwargs,
+    Leaves,
     Vouched,
     among,
     at_rows,
@@ -40,22 +41,18 @@ from egeria_cache.batch.batch import (
     own_containers,
     take_rows,
 )
-from egeria_cache.batch.chain import Fold, Leaf, Op, Raw, Slot, derived, name_of, selected_rows
+from egeria_cache.batch.chain import Chained, Op, Ops, Raw, Slot, derived, name_of, selected_rows
 from egeria_cache.batch.trial import operation
 from egeria_cache.device import LEAF_FLAGS, located
 
 
-class BatchTensor(Tensor):
+class BatchTensor(Chained, Tensor):
     """A leaf of a loader's batch that knows its samples. See the module's text.
 
     `shape`, `dtype` and `device` are those of the whole leaf, whether or not its data is loaded.
     """
 
     batch: Batch
-    leaf: str
-    chain: tuple[Op, ...]
-    raw: Raw
-    """The leaf as it was given out."""
     _vouched: Vouched
 
     @staticmethod
@@ -65,38 +62,18 @@ class BatchTensor(Tensor):
         return loaded_tensor(data, batch, leaf, raw, (), batch._vouched.get(leaf))
 
     @property
-    def chain_key(self) -> str:
-        """The recorded operations that change values, as stable text; empty when there are none."""
-        return ";".join([op.key for op in self.chain if op.key]) if self.chain else ""
-
-    @property
-    def leaves(self) -> set[str]:
-        """The leaves of the batch that it is made of."""
-        return {self.leaf, *(name for op in self.chain for name, _ in op.raws)}
-
-    @property
-    def fold(self) -> Fold:
-        """Which of its rows belong to a sample."""
-        return self.chain[-1].fold if self.chain else Fold()
-
-    @property
     def intact(self) -> bool:
         """Whether the values are still exactly what samples and `chain` say, by content.
 
         False after the user changed the data; such a tensor is an ordinary one. So is one whose
         rows do not stand in the first dimension.
         """
-        return self.has_rows_first and self.holds()
+        return (not self.chain or not self.chain[-1].opens) and self.holds()
 
     def holds(self) -> bool:
         """Whether that is so, wherever the rows stand."""
         with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
             return self._vouched.holds(self)
-
-    @property
-    def has_rows_first(self) -> bool:
-        """Whether samples stand in the first dimension; a view may have put them elsewhere."""
-        return not self.chain or not self.chain[-1].opens
 
     @property
     def has_data(self) -> bool:
@@ -118,7 +95,7 @@ class BatchTensor(Tensor):
         assert entry is not None, "a batch without an entry has no hits to leave out"
         return take_rows(self.full(), self.fold.mask(~entry.hit))
 
-    def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
+    def rows(self, mask: np.ndarray, loaded: Leaves) -> Tensor:
         """Return the plain masked rows, after `chain`, without loading the others.
 
         Args:
@@ -157,11 +134,7 @@ class BatchTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # inside it nothing is cached; nor may its graph break
@@ -193,17 +166,18 @@ class BatchTensor(Tensor):
             note_lost(func, leaf, result)
             return result
 
-    def _selected(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _selected(self, func: Func, args: Any, kwargs: Kwargs) -> Any:
         """Return rows of the batch, if it is rows that the function takes."""
         chosen = selected_rows(func, args, kwargs, self)
         if chosen is None:
             return None
-        if self.fold != Fold():
+        if self.fold != (1, 1):
             return NotImplemented
-        parts = [self._select(rows, part) for rows, part in chosen.parts]
-        if chosen.rest is not None:
-            return _recorded(Tensor.__getitem__, (parts[0], chosen.rest), {})
-        return tuple(parts) if chosen.is_tuple else parts[0]
+        taken, is_tuple, rest = chosen
+        parts = [self._select(rows, part) for rows, part in taken]
+        if rest is not None:
+            return _recorded(Tensor.__getitem__, (parts[0], rest), {})
+        return tuple(parts) if is_tuple else parts[0]
 
     def _select(self, rows: np.ndarray, part: Callable[[Tensor], Tensor]) -> BatchTensor:
         """Return these rows as a batch of their own; `part` takes them from a tensor."""
@@ -225,7 +199,7 @@ def without_data(
     *,
     device: torch.device | None = None,
     raw: Raw | None = None,
-    chain: tuple[Op, ...] = (),
+    chain: Ops = (),
 ) -> AbsentTensor:
     """Stand for a leaf whose hits were not loaded.
 
@@ -258,7 +232,7 @@ class AbsentTensor(BatchTensor):
     _full: Tensor | None
     _is_shared: bool
     """Whether another tensor would share the memory of this one."""
-    _alias: tuple[Tensor, Op, tuple[Op, ...]] | None
+    _alias: tuple[Tensor, Op, Ops] | None
     """The tensor whose memory this one would share, the operation that leads from it to here, and
     what had been done to that.
 
@@ -306,7 +280,7 @@ class AbsentTensor(BatchTensor):
             return super().misses()
         return self._misses
 
-    def rows(self, mask: np.ndarray, loaded: Mapping[str, Rows]) -> Tensor:
+    def rows(self, mask: np.ndarray, loaded: Leaves) -> Tensor:
         """Return the plain masked rows, after `chain`, without loading the others."""
         if self._full is not None:
             return super().rows(mask, loaded)
@@ -372,25 +346,15 @@ class AbsentTensor(BatchTensor):
         torch._C._swap_tensor_impl(self, data)
         super()._become_plain()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"BatchTensor(leaf={self.leaf!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={str(self.device)!r}, not loaded: its samples are in the cache)"
-        )
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
 
 
-def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _recorded(func: Func, args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Do what can be recorded; `NotImplemented` if this cannot be."""
     if has_other_operations():
         return NotImplemented
@@ -413,11 +377,7 @@ def _recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         selected = first._selected(func, args[1:], kwargs)
         if selected is not None:
             return selected
-    leaves = [
-        Leaf(one.leaf, one.raw, one.chain, one.chain_key, len(one), one.dim(), one.device)
-        for one in found
-    ]
-    done = operation(func, slots[0], slots[1], leaves, batch.size)
+    done = operation(func, slots[0], slots[1], found, batch.size)
     if done is None:
         return NotImplemented
     ops, kind = done
@@ -445,12 +405,7 @@ def _slots(value: Any, found: list[BatchTensor]) -> Any:
 
 
 def loaded_tensor(
-    data: Tensor,
-    batch: Batch,
-    leaf: str,
-    raw: Raw,
-    chain: tuple[Op, ...],
-    known: Vouched | None = None,
+    data: Tensor, batch: Batch, leaf: str, raw: Raw, chain: Ops, known: Vouched | None = None
 ) -> BatchTensor:
     """Tag data; `known` vouches for what may be the same memory."""
     if known is None or not known.is_of(data):
@@ -492,25 +447,19 @@ def batch_tensors(tree: Any) -> list[BatchTensor]:
 _LOCAL = threading.local()
 
 
-def note_lost(func: Callable[..., Any], leaf: str, result: Any) -> None:
+def note_lost(func: Func, leaf: str, result: Any) -> None:
     """Note that `func` took a leaf of a batch and gave an ordinary tensor."""
     parts = result if isinstance(result, tuple | list) else (result,)
     if not hasattr(_LOCAL, "lost") and any(isinstance(part, Tensor) for part in parts):
-        name = getattr(func, "__name__", str(func))
-        _LOCAL.lost = f"the rows were lost in {name!r} of {leaf or 'the batch'}"
+        _LOCAL.lost = f"the rows were lost in {name_of(func)!r} of {leaf or 'the batch'}"
 
 
-def forget_lost(constants: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Another batch is given out in this thread, with leaves without rows."""
+def forget_lost() -> None:
+    """Another batch is given out in this thread."""
     vars(_LOCAL).clear()
-    for path, leaf in constants.items():
-        if isinstance(leaf, Tensor):
-            why = "is no ordinary tensor with rows of samples; stack samples in the collate_fn"
-            _LOCAL.has_none = f"the batch's leaf {path!r} {why}"
-            return
 
 
 def lost_by() -> str | None:
-    """Say where the rows of the last batch were lost, or why it has none; None if they were not."""
-    why: str | None = getattr(_LOCAL, "lost", getattr(_LOCAL, "has_none", None))
+    """Say where the rows of the last batch were lost; None if they were not."""
+    why: str | None = getattr(_LOCAL, "lost", None)
     return why

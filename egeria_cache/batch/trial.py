@@ -8,7 +8,7 @@ anything but its first leaf, or give on a description of the leaf alone another 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.attempt import Attempt, in_turns, without_modes
 from egeria_cache.batch import chain
-from egeria_cache.batch.batch import geometry, is_dense
+from egeria_cache.batch.batch import Func, Kwargs, geometry, is_dense
 from egeria_cache.pystate import RandomState
 
 _UNTRIED = {
@@ -49,11 +49,7 @@ _TRIED: dict[Any, dict[str, Found | None]] = {}
 
 
 def operation(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    leaves: Sequence[chain.Leaf],
-    size: int,
+    func: Func, args: Sequence[Any], kwargs: Kwargs, tensors: Sequence[Any], size: int
 ) -> Found | None:
     """Return the operation, one for each tensor that it gives; None if it may not be repeated.
 
@@ -61,15 +57,16 @@ def operation(
         func: What is called.
         args: Its arguments, with a `Slot` for each leaf.
         kwargs: Its keyword arguments.
-        leaves: The leaves, of one batch.
+        tensors: The leaves, of one batch.
         size: How many samples that has.
     """
+    leaves = [chain.Leaf(t.leaf, t.raw, t.chain, len(t), t.dim(), t.device) for t in tensors]
     first = leaves[0]
     is_first = bool(args) and isinstance(args[0], chain.Slot) and args[0] == 0
     move = chain.moved(func, args, kwargs) if is_first and len(leaves) == 1 else None
     if move is not None:
         move.fold = first.fold
-        return None if first.opens else ((move,), None)
+        return ((move,), None) if first.has_rows_first else None
     if not _is_of_torch(func) or kwargs.get("out") is not None:
         return None
     texts = [chain.text_of(value, leaves) for value in args]
@@ -211,7 +208,7 @@ class _Trial:
             if scale != 1 and block.is_floating_point():
                 block = (block - 0.5) * scale
             loaded[name] = _strided(raw, len(rows), block.device).copy_(block)
-        return [chain.derived(leaf.name, leaf.chain, loaded, leaf.device) for leaf in self._leaves]
+        return [chain.derived(leaf.leaf, leaf.chain, loaded, leaf.device) for leaf in self._leaves]
 
     def _is_other_view(self, result: Tensor, size: int) -> bool:
         """Whether it shows all of its leaf, which another view may put into rows again."""
@@ -223,7 +220,7 @@ class _Trial:
         """Whether the same comes out where there are no data."""
         there = torch.device("meta")
         metas = {name: _strided(raw, size, there) for name, raw in self._raws.items()}
-        given = [chain.derived(leaf.name, leaf.chain, metas, there) for leaf in self._leaves]
+        given = [chain.derived(leaf.leaf, leaf.chain, metas, there) for leaf in self._leaves]
         result = self._op.call(given)
         is_one = self._op.writes or self._kind is None
         described = [given[0] if self._op.writes else result] if is_one else list(result)
@@ -288,7 +285,7 @@ def _state(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _is_of_torch(func: Callable[..., Any]) -> bool:
+def _is_of_torch(func: Func) -> bool:
     """Whether it is a function of PyTorch's own, which keeps nothing of its calls."""
     if func in _UNTRIED or isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return False

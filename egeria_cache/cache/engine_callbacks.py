@@ -96,7 +96,7 @@ class EngineCallbacks(Status):
     def _kept_beside(self, batch: Batch, cut: Cut) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""
         context: BatchContext = batch.context
-        if context.source.loads_hits:
+        if context.source.is_steady or context.source.is_restless:
             return {PRINT: Tensor}
         if batch.loader_name in self.together:
             return {}

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from egeria_cache import batch as batches
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Batch, BatchTensor, Lengths, Padding, Rows, Structure, flatten
+from egeria_cache.batch import (
+    Batch,
+    BatchTensor,
+    Leaves,
+    Lengths,
+    Padding,
+    Rows,
+    Structure,
+    flatten,
+)
 from egeria_cache.errors import EgeriaError
 from egeria_cache.loader.plan import Plan
 from egeria_cache.prefetch import PRINT
@@ -30,9 +39,8 @@ _MOVED = (
     "collate_fn sorts or mixes samples, or draws random numbers (draw them in the data set)"
 )
 _SHARED = (
-    "leaf {!r} of a batch lies in the memory of another, so that batches are loaded whole, and the "
-    "front reads what its samples are not alone (`x[:, :-1]` of padded rows cuts only the longest "
-    "of them): cut in the loop or in the data set"
+    "leaf {!r} of a batch lies in the memory of another (`x[:, :-1]` of padded rows cuts only the "
+    "longest of them): cut in the loop or in the data set"
 )
 
 
@@ -49,8 +57,8 @@ class Assembly:
 
     def __init__(self, source: LoaderSource) -> None:
         self._source = source
-        self._mean_length, self._num_padded = 0.0, 0
-        """Of its batches, where samples are padded."""
+        self._length = 0
+        """Of the first of its batches of padded samples."""
         self._rebuilds: bool | None = None
         """Whether its batches can be taken apart and built again; None until one was tried."""
 
@@ -88,6 +96,8 @@ class Assembly:
             leaves[path] = batches.merge_rows(entry.hit, kept[path], misses[path])
         batch = self._batch(plan, leaves, view.structure, view.rows, lengths)
         tagged = self._tagged(batch, leaves, kept)
+        if num_misses:
+            self._source.yields(tagged.values())
         for path in view.cut.dropped:
             row = view.rows[path]
             own: tuple[int, ...] = row.shape[1:]
@@ -119,7 +129,7 @@ class Assembly:
         studies, batch = source.has_own_collate and self._stores(plan), None
         if source.study.company is None or not studies:
             with Attempt() as tried:
-                batch = self._apart(plan, loaded, structure, leaves, studies=studies)
+                batch = self._apart(plan, loaded, structure, leaves, studies)
             if (error := tried.error) is not None:
                 if not studies:
                     raise error
@@ -137,6 +147,7 @@ class Assembly:
         if plan.entry is None:
             self._count(plan)
         tagged = self._tagged(batch, leaves, batch.leaves)
+        source.yields(tagged.values())
         return batches.own_containers(loaded.data, structure.rebuild(tagged))
 
     def _apart(
@@ -145,7 +156,6 @@ class Assembly:
         loaded: Loaded,
         structure: Structure,
         leaves: dict[str, Any],
-        *,
         studies: bool,
     ) -> Batch:
         """Return a batch whose samples are each what they are alone.
@@ -205,9 +215,7 @@ class Assembly:
         is_random = self._source.is_random
         self.cache.counters.batch(len(plan.task.ids), None, is_random=is_random)
 
-    def _tagged(
-        self, batch: Batch, leaves: Mapping[str, Any], own: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _tagged(self, batch: Batch, leaves: Leaves, own: Leaves) -> dict[str, Any]:
         """Return the leaves of a batch, of which those that the samples own know these."""
         only = self.cache.yields(self._source.key)
         chosen = own.keys() if only is None else own.keys() & only
@@ -216,12 +224,9 @@ class Assembly:
             rows = leaves[path]
             if isinstance(rows, Tensor) and batches.is_rows(rows, batch.size):
                 tagged[path] = BatchTensor.wrap(rows, batch, path)
-        self._source.yields(tagged.values())
         return tagged
 
-    def _still_true(
-        self, entry: PlannedEntry | None, leaves: Mapping[str, Any]
-    ) -> PlannedEntry | None:
+    def _still_true(self, entry: PlannedEntry | None, leaves: Leaves) -> PlannedEntry | None:
         """Return the hits of a loaded batch if the front would read what it read for them."""
         if entry is None or PRINT not in entry.view.kept or not entry.ready():
             return None
@@ -232,14 +237,10 @@ class Assembly:
         self.cache.draws_count(self._source)
         return None
 
-    def _size(self, num_samples: int, whole: tuple[int, ...] | None) -> float:
-        """Return how many samples of ordinary length the batch is worth, padding included."""
-        if whole is None:
-            return float(num_samples)
-        length = sum(whole)
-        self._num_padded += 1
-        self._mean_length += (length - self._mean_length) / self._num_padded
-        return num_samples * length / max(self._mean_length, 1.0)
+    def _size(self, num_samples: int, whole: tuple[int, ...]) -> float:
+        """Return how many samples as long as in the first batch this one is worth, with padding."""
+        self._length = self._length or sum(whole)
+        return num_samples * sum(whole) / max(self._length, 1)
 
     def _stores(self, plan: Plan) -> bool:
         """Whether rows of a batch may be stored; else it is computed as without a cache, as a
@@ -283,9 +284,7 @@ class Assembly:
             own[entry.hit], own[~entry.hit] = entry.lengths, measured
         return Lengths(view.padding, own, tuple(own.max(0).tolist()))
 
-    def _is_understood(
-        self, structure: Structure, data: Any, leaves: Mapping[str, Any], size: int
-    ) -> bool:
+    def _is_understood(self, structure: Structure, data: Any, leaves: Leaves, size: int) -> bool:
         """Whether batches like this can be taken apart and built again, found with the first."""
         if self._rebuilds is None:
             self._rebuilds = False
@@ -309,18 +308,17 @@ class Assembly:
     ) -> Batch:
         source, task, entry = self._source, plan.task, plan.entry
         size, view = len(task.ids), None if entry is None else entry.view
-        plan.size = self._size(size, None if lengths is None else lengths.whole)
+        plan.size = size if lengths is None else self._size(size, lengths.whole)
         is_read = entry is not None and not entry.num_misses
         stores = is_read or self._stores(plan)
         constants, metas = dict[str, Any](), dict(rows)
         padding = Padding((), {}) if lengths is None else lengths.padding
         for path, leaf in leaves.items():
             if path in view.constants if view is not None else not batches.is_rows(leaf, size):
-                is_own = isinstance(leaf, Tensor) and batches.is_dense(leaf)
-                constants[path] = leaf.clone() if is_own else leaf
+                constants[path] = leaf.clone() if batches.is_dense(leaf) else leaf
             elif isinstance(leaf, Tensor) and not (is_read and path in rows):
                 metas[path] = padding.row_meta(path, leaf)
-        batches.forget_lost(constants)
+        batches.forget_lost()
         age = source.fingerprint.age
         if entry is not None:
             entry.is_given, count = True, self.cache.counters.batch
@@ -335,9 +333,7 @@ class Assembly:
             draws=np.array(task.draws, np.int64),
             loader_name=source.key,
             leaves=leaves,
-            load_rows=partial(
-                _load_rows, self.cache, source, task, lengths, None if found is None else [*leaves]
-            ),
+            load_rows=partial(self._load_rows, task, lengths, None if found is None else [*leaves]),
             planned_entry=entering,
             context=BatchContext(source, structure, task, metas, constants, age),
             may_be_stored=stores,
@@ -346,6 +342,23 @@ class Assembly:
             why_mixed=source.study.company or "",
         )
 
+    def _load_rows(
+        self, task: Task, lengths: Lengths | None, own: list[str] | None, rows: np.ndarray
+    ) -> Leaves:
+        """Load some rows of a batch once more, as long as the batch is, and in its order; `own` are
+        the leaves that are its samples' own where batches are loaded whole.
+        """
+        task, size = task.take(rows), int(rows.sum())
+        self.cache.counters.counts.refetched += size
+        if own is None:
+            leaves = flatten(self._source.load(task), size)[1]
+        else:
+            loaded = self._source.measure(task)
+            assert loaded.places is not None
+            again, back = flatten(loaded.data, size)[1], np.argsort(loaded.places.order)
+            leaves = {path: batches.at_rows(again[path], back) for path in own}
+        return leaves if lengths is None else lengths.widened(leaves)
+
 
 @lru_cache(64)
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -353,30 +366,7 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _load_rows(
-    cache: LoaderApi,
-    source: LoaderSource,
-    task: Task,
-    lengths: Lengths | None,
-    own: list[str] | None,
-    rows: np.ndarray,
-) -> Mapping[str, Rows]:
-    """Load some rows of a batch once more, as long as the batch is, and in its order; `own` are the
-    leaves that are its samples' own where batches are loaded whole.
-    """
-    task, size = task.take(rows), int(rows.sum())
-    cache.counters.counts.refetched += size
-    if own is None:
-        leaves = flatten(source.load(task), size)[1]
-    else:
-        loaded = source.measure(task)
-        assert loaded.places is not None
-        again, back = flatten(loaded.data, size)[1], np.argsort(loaded.places.order)
-        leaves = {path: batches.at_rows(again[path], back) for path in own}
-    return leaves if lengths is None else lengths.widened(leaves)
-
-
-def _shared(leaves: Mapping[str, Any]) -> str | None:
+def _shared(leaves: Leaves) -> str | None:
     """Name a leaf that has elements in common with one before it; None if none has."""
     dense = {path: leaf for path, leaf in leaves.items() if batches.is_dense(leaf)}
     if len({leaf.untyped_storage().data_ptr() for leaf in dense.values()}) == len(dense):

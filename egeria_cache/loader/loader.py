@@ -9,12 +9,18 @@ together as DataLoader would have given it (`assembly.py`), its tensors knowing 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
+import operator
 import time
-from collections.abc import Callable, Sized
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain, islice
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
@@ -25,8 +31,16 @@ from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.attempt import in_turns
 from egeria_cache.cache import ActivationCache
 from egeria_cache.loader.assembly import Assembly
-from egeria_cache.loader.one_pass import Pass, TaskSource
-from egeria_cache.loader.resume import Progress, ResumableLoader
+from egeria_cache.loader.one_pass import Pass
+from egeria_cache.loader.plan import Planner
+from egeria_cache.loader.resume import (
+    CountingIterator,
+    Progress,
+    SamplerRng,
+    is_stateful,
+    noting,
+    state_of,
+)
 from egeria_cache.samples import DEFAULT_REUSE, RESTLESS, Draws, Loaded, LoaderSource
 
 T_co = TypeVar("T_co", covariant=True)
@@ -39,7 +53,7 @@ MAX_CHANGES = 3
 """Passes in a row that find another data set; then samples are loaded in each, and compared."""
 
 
-class EgeriaLoader(ResumableLoader[T_co]):
+class EgeriaLoader(DataLoader[T_co]):
     """DataLoader that skips the loading of cached samples, and reads their activations ahead.
 
     Takes all of DataLoader's arguments; without `cache` and `seed` it gives what DataLoader gives.
@@ -72,6 +86,10 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     _asked_by_accelerate: ClassVar[Callable[[], None] | None] = None
     """Called where Accelerate is about to rebuild a loader of this kind from its attributes."""
+    _outer_epoch: Callable[[], int] | None = None
+    """Tells the number of the epoch, at least, where somebody else counts them as well."""
+    _drawn_from: Any = None
+    """The latest iterator over an iterable data set in this process."""
 
     @names_known
     def __init__(
@@ -116,7 +134,11 @@ class EgeriaLoader(ResumableLoader[T_co]):
 
     def _serve(self, cache: ActivationCache | None) -> None:
         """Be served from `cache` from the next pass on."""
-        _check_cache(cache)
+        if cache is not None and not isinstance(cache, ActivationCache):
+            raise TypeError(
+                'cache is an ActivationCache: cache = ActivationCache(model, "runs/cache"), then '
+                f"EgeriaLoader(dataset, cache=cache); got {type(cache).__name__}"
+            )
         check_whole_number("augmentation_variants", self.augmentation_variants)
         if self.reuse is not None:
             check_whole_number("reuse, in epochs, or None for ever,", self.reuse)
@@ -135,12 +157,12 @@ class EgeriaLoader(ResumableLoader[T_co]):
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
         self._progress, self._resumes = Progress(), False
-        self._persistent: tuple[TaskSource, DataLoader[Loaded]] | None = None
+        self._persistent: tuple[Planner, DataLoader[Loaded]] | None = None
         self._passes = WeakSet[Pass]()
         self._is_uncached = self._why_uncached() is not None
-        self._num_changes, self._changed_midway, self._ended_unchanged = 0, False, True
+        self._changed = set[int]()
+        """Passes in a row, by number, that found another data set, and not one of those before."""
         self._assembly = Assembly(self.source)
-        self._is_prepared = False
         if not self._is_uncached and self.seed is not None:
             _LOADERS[self.source.key] = self
 
@@ -159,17 +181,13 @@ class EgeriaLoader(ResumableLoader[T_co]):
         other._outer_epoch = self._outer_epoch
         return other
 
-    @property
+    @cached_property
     def _is_accelerate_prepared(self) -> bool:
         """Accelerate asks this of every loader before it rebuilds it: it is told how."""
         asked = type(self)._asked_by_accelerate
-        if not self._is_prepared and not self._is_uncached and asked is not None:
+        if not self._is_uncached and asked is not None:
             asked()
-        return self._is_prepared
-
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, value: bool) -> None:
-        self._is_prepared = value
+        return False
 
     def __repr__(self) -> str:
         size, cached = "?", "not cached"
@@ -211,17 +229,154 @@ class EgeriaLoader(ResumableLoader[T_co]):
         self.source.is_known_random |= self._progress.is_random
         self.source.is_steady |= self._progress.is_steady
         self._progress.is_steady = False  # from now on the source knows
-        goes_on = self._begin(self._enter)
+        goes_on = self._begin()
         if self._is_uncached:
             return self._iterate(goes_on=goes_on)
         return Pass(self, self._progress, *self._index_batches(goes_on=goes_on))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands: see `ResumableLoader`."""
-        return super().state_dict() | {
-            "is_random": self._progress.is_random or self.source.is_random,
-            "is_steady": self.source.is_steady,
-        }
+        """Return where the loader stands, a few kilobytes.
+
+        Batches that were read ahead but not given out do not count. Where several passes are
+        alive, it is the latest one's.
+        """
+        progress = self._progress
+        if self._resumes:
+            return progress.state_dict()
+        now = replace(
+            progress, now=self._sampler_rng.get(), keeps_workers=self._keeps_workers,
+            is_random=progress.is_random or self.source.is_random, is_steady=self.source.is_steady,
+        )  # fmt: skip
+        if progress.finished or progress.start is None:
+            now.sampler = state_of(self._stateful)
+        fetcher = None if self._drawn_from is None else self._drawn_from._dataset_fetcher
+        iterator = getattr(fetcher, "dataset_iter", None)
+        now.dataset = None
+        if is_stateful(iterator):
+            now.dataset = None if progress.finished else {"iterator": state_of(iterator)}
+        elif iterator is not None and is_stateful(self.dataset):
+            now.dataset = {"dataset": state_of(self.dataset)}
+        return now.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where `state` was taken, and the following epochs after it.
+
+        The next `iter()` also puts back the random generators that the sampler draws from (torch's
+        default one, and the loader's or the sampler's own).
+
+        Raises:
+            ValueError: It is not a state of this loader's kind.
+        """
+        self._progress, self._resumes = Progress.from_state(state), True
+
+    def _take_draws(self, state: dict[str, Any]) -> None:
+        """Give the samples of the epochs to come the random draws that follow `state`.
+
+        For those who find their place in the epoch by other means.
+
+        Raises:
+            ValueError: It is not a state of this loader's kind.
+        """
+        self._progress.take_draws(Progress.from_state(state))
+
+    def _begin(self) -> bool:
+        """Begin the next pass; whether it is the rest of the one that a loaded state tells of."""
+        last, resumes, self._resumes = self._progress, self._resumes, False
+        rng, draws_base_seed = self._sampler_rng, not self._keeps_workers
+        if resumes and self.num_workers == 0 and "dataset" in (last.dataset or ()):
+            cast(Any, self.dataset).load_state_dict(copy.deepcopy(last.dataset["dataset"]))
+        if resumes and last.start is not None and not last.finished:
+            rng.set(last.start)
+            if last.yielded or last.dataset is not None:
+                return True
+            epoch, draws_base_seed = last.epoch, last.drew_base_seed
+        else:
+            if resumes and last.now is not None:
+                rng.set(last.now)
+                draws_base_seed = not last.keeps_workers
+            epoch = 0 if last.start is None else last.epoch + 1
+            if self._outer_epoch is not None:
+                epoch = max(epoch, self._outer_epoch())
+        loaded = resumes and last.sampler is not None and self._stateful is not None
+        if loaded:
+            self._stateful.load_state_dict(last.sampler)
+        ahead, since = self._enter(epoch, last)
+        self._progress = Progress(
+            epoch, ahead, since, start=rng.get(), drew_base_seed=draws_base_seed,
+            sampler=state_of(self._stateful), may_be_empty=loaded and last.finished,
+        )  # fmt: skip
+        return False
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return self._persistent is not None or self._iterator is not None
+
+    def _index_batches(self, *, goes_on: bool) -> tuple[Iterator[Any], torch.Generator]:
+        """Return the index batches of the pass that has begun, or those that are left of it, and a
+        generator in the state from which DataLoader draws its base seed.
+        """
+        base = (torch.default_generator if self.generator is None else self.generator).clone_state()
+        progress, stateful = self._progress, self._stateful
+        knows_place = goes_on and progress.sampler is not None and stateful is not None
+        if knows_place:
+            stateful.load_state_dict(progress.sampler)
+        batches = iter(self._index_sampler)
+        if stateful is not None or goes_on:
+            # Without a way back to the loader: see `Pass` about cycles.
+            state = None if stateful is None else partial(state_of, stateful)
+            batches = noting(self._index_sampler, batches, state, progress)
+        if progress.drew_base_seed:
+            # What DataLoader draws when it starts a pass.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if goes_on:
+            if not knows_place:
+                # As many as had been: with the last one a sampler may draw random numbers again.
+                drawn = list(islice(batches, max(progress.asked, progress.yielded)))
+                batches = chain(drawn[progress.yielded :], batches)
+                progress.drawn = deque(islice(progress.drawn, progress.yielded, None))
+            assert progress.now is not None, "a loaded state holds the generators of its moment"
+            self._sampler_rng.set(progress.now)
+            progress.now = None
+        return batches, base
+
+    def _iterate(self, *, goes_on: bool) -> Any:
+        """Iterate over an iterable data set, or without batches, as DataLoader does, and count.
+
+        Without a state of its own, what was given out can only be loaded again, from the same
+        random numbers.
+        """
+        progress, rng = self._progress, self._sampler_rng
+        self.in_order = True  # else nobody would know what was given out
+        if goes_on and self._stateful is not None and progress.sampler is not None:
+            self._stateful.load_state_dict(progress.sampler)
+        here = (progress.dataset or {}) if goes_on and self.num_workers == 0 else {}
+        after = progress.now if goes_on else None
+        if progress.drew_base_seed:
+            self._iterator = None  # DataLoader draws a seed where it starts workers
+        elif self._iterator is None:
+            after = after or rng.get()  # no seed was drawn for those that go on elsewhere
+        iterator: Any = super().__iter__()
+        if "iterator" in here:
+            iterator._dataset_fetcher.dataset_iter.load_state_dict(copy.deepcopy(here["iterator"]))
+        deque(islice(iterator, progress.yielded if goes_on and not here else 0), maxlen=0)
+        if after is not None:
+            rng.set(after)
+        progress.now = None
+        self._drawn_from = iterator if self.num_workers == 0 else None
+        return CountingIterator(iterator, progress)
+
+    @property
+    def _stateful(self) -> Any:
+        """The sampler that keeps its own place, in torchdata's protocol; None if there is none."""
+        batch_sampler = self._index_sampler
+        for one in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if is_stateful(one):
+                return one
+        return None
+
+    @property
+    def _sampler_rng(self) -> SamplerRng:
+        return SamplerRng(self.generator, self._index_sampler)
 
     def _why_uncached(self) -> str | None:
         """Why its batches are passed through as DataLoader's; None if they can be served."""
@@ -249,38 +404,31 @@ class EgeriaLoader(ResumableLoader[T_co]):
         began = time.perf_counter()
         what = self.source.fingerprint.changed()
         self.cache.api.took_beside(time.perf_counter() - began)
-        if not at_end:
-            if what is None and not self._changed_midway and self._num_changes:
-                counts = self.cache.api.counters.counts
-                counts.why_not = self.cache.api.left_out.get(self.source.key)
-                self._num_changes = 0
-            self._changed_midway = False
         if what is not None:
-            midway = at_end or not self._ended_unchanged
             stuck = self._persistent is not None and not at_end
             unseen = "its persistent workers do not see that its data set has changed"
+            last = self._progress
+            midway = at_end or (last.start is not None and not last.finished)
             self._note_change(what, midway=midway, give_up=unseen if stuck else "")
-        self._ended_unchanged = at_end
+        elif not at_end and self._changed and self._progress.epoch not in self._changed:
+            counts = self.cache.api.counters.counts
+            counts.why_not = self.cache.api.left_out.get(self.source.key)
+            self._changed.clear()
 
     def _note_change(self, what: str, *, midway: bool = True, give_up: str = "") -> None:
         """Void what was stored; in mid-pass, what changes is loaded differently at once."""
         assert self.cache is not None
         self.source.forget()  # it may pad otherwise
         if not self.source.fingerprint.is_new:  # it goes back and forth
-            self._num_changes = 0
-        self._num_changes += not (midway and self._changed_midway)  # passes are counted
-        self._changed_midway |= midway
-        if self._num_changes > MAX_CHANGES:
+            self._changed.clear()
+        self._changed.add(self._progress.epoch)
+        if len(self._changed) > MAX_CHANGES:
             self.source.is_restless = True
             log.info(
                 "loader %r: %s (%s): its samples are loaded in every epoch, and what is stored is "
                 "served where the frozen front would read the same", self.name, RESTLESS, what,
             )  # fmt: skip
         self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
-
-    @property
-    def _keeps_workers(self) -> bool:
-        return self._persistent is not None or super()._keeps_workers
 
     def _worker_options(self) -> dict[str, Any]:
         return {
@@ -315,27 +463,15 @@ OWN_OPTIONS = {
 """Those that `DataLoader` does not have, except for the cache, and their defaults."""
 
 
-def _check_cache(cache: Any) -> None:
-    if cache is not None and not isinstance(cache, ActivationCache):
-        raise TypeError(
-            'cache is an ActivationCache: cache = ActivationCache(model, "runs/cache"), then '
-            f"EgeriaLoader(dataset, cache=cache); got {type(cache).__name__}"
-        )
-
-
 def _check_sized(dataset: Any) -> None:
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "EgeriaLoader stands in the place of a DataLoader and takes what that takes: "
-            "EgeriaLoader(dataset, batch_size=..., cache=cache), not a DataLoader"
-        )
-    try:
-        len(dataset)
-    except TypeError:
-        raise TypeError(
-            f"EgeriaLoader with a cache needs a dataset with a length, to know which samples will "
-            f"come; {type(dataset).__name__} has no __len__. Give it one, or leave cache=None"
-        ) from None
+    with suppress(TypeError):
+        if not isinstance(dataset, DataLoader) and len(dataset) >= 0:
+            return
+    raise TypeError(
+        "EgeriaLoader with a cache takes what a DataLoader takes, and a dataset with a length, to "
+        "know which samples will come: EgeriaLoader(dataset, batch_size=..., cache=cache); "
+        f"{type(dataset).__name__} is no such dataset"
+    )
 
 
 def original_of(batch_sampler: Any, dataset: Any, collate_fn: Any) -> Any:
@@ -346,9 +482,8 @@ def original_of(batch_sampler: Any, dataset: Any, collate_fn: Any) -> Any:
     """
     while batch_sampler is not None:
         for loader in reversed([*_LOADERS.values()]):
-            if loader.batch_sampler is not batch_sampler or loader.dataset is not dataset:
-                continue
-            if loader.collate_fn is collate_fn:
+            own = loader.batch_sampler, loader.dataset, loader.collate_fn
+            if all(map(operator.is_, own, (batch_sampler, dataset, collate_fn))):
                 return loader
         batch_sampler = getattr(batch_sampler, "batch_sampler", None)
     return None

@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled as _profiles
 
 from egeria_cache.attempt import outside_inference_mode
 from egeria_cache.batch import forget_lost
@@ -16,17 +18,6 @@ from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource, task_loader
-
-
-class TaskSource:
-    """Batch sampler of the inner DataLoader: the tasks of the pass that began last."""
-
-    def __init__(self) -> None:
-        self.serves: tuple[Planner, Prefetcher, Progress] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        assert self.serves is not None
-        return iter(self.serves[0])
 
 
 class Pass:
@@ -48,26 +39,30 @@ class Pass:
         loader._passes.add(self)
         # Not the loader's: one that is given back has none.
         self._source: LoaderSource = loader.source
-        self._progress = progress
         self._cache = cache = None if loader.cache is None else loader.cache.api
         self._beside: AbstractContextManager[Any] = nullcontext()
+        outlook = (lambda: ((), True)) if cache is None else partial(cache.outlook, self._source)
         if cache is not None:
-            # Made once: a batch has two or three.
-            self._beside = cache.beside(self._source.key)
+            self._beside = cache.beside(self._source.key)  # made once: a batch has two or three
             with self._beside:
                 num_batches = None
                 with suppress(TypeError, NotImplementedError):  # nobody knows
                     num_batches = len(loader)
                 cache.begins(self._source.key, progress.epoch, num_batches)
-        self._prefetcher = Prefetcher(
+        prefetcher = Prefetcher(
             None if cache is None else cache.readers,
             ring_batches=0 if cache is None else cache.ring_batches,
             pin_memory=loader.pin_memory,
         )
-        self._planner = Planner(
-            batches, loader.source, progress.clock, cache, self._prefetcher,
-            self._beside, progress.yielded, num_foreseeable(loader.batch_sampler),
+        self._planner = planner = Planner(
+            batches, loader.source, progress.clock, cache, outlook, prefetcher, self._beside,
+            progress, progress.yielded, num_foreseeable(loader.batch_sampler),
         )  # fmt: skip
+        if loader._persistent is not None:
+            # Persistent workers serve the pass that began last; older ones go on with it, as they
+            # do under DataLoader.
+            self._planner = loader._persistent[0]
+            vars(self._planner).update(vars(planner))
         # The workers may start later, when the training loop has drawn numbers of its own.
         self._inner_generator = base
         self._steps: deque[Plan] = deque(maxlen=2)
@@ -82,10 +77,6 @@ class Pass:
         self._asks_midway = cache is not None and loader.num_workers == 0
         self._loads_here = loader.num_workers == 0 and not loader.pin_memory
         self._inner: Iterator[Loaded] | None = None if self._loads_here else self._start_workers()
-
-    def _is_beside(self) -> bool:
-        """Whether samples are loaded in this process, in another thread than the training's."""
-        return self._cache is not None and self._cache.is_beside(self._source)
 
     def __iter__(self) -> Pass:
         return self
@@ -119,58 +110,61 @@ class Pass:
             if self._loads_here and not self._planner.planned:
                 is_plain = self._cache is None or self._cache.is_plain(self._source.key)
                 # A profile is to show DataLoader's own events.
-                if is_plain and not torch.autograd._profiler_enabled():
+                if is_plain and not _profiles():
                     return self._load_at_once()
             with outside_inference_mode():
                 return self._next()
         except StopIteration:
-            self._progress.finished = True
+            progress = self._planner.progress
+            progress.finished = True
             forget_lost()  # what comes now, say a validation by another loader, is not of this pass
-            self._prefetcher.close()
-            with self._beside:
-                if not self._is_beside():
-                    self._loader._ask_data_again(at_end=True)
-                clock, cache = self._progress.clock, self._cache
-                if cache is not None and cache.is_asked:
-                    cache.note_pass(self._loader.source, clock)
-                    cache.log_epoch(self._loader.name, self._progress.epoch)
-                elif cache is not None:  # one that is set from now on begins with the next draws
-                    self._progress.since = clock.tick + 1
+            self._planner.prefetcher.close()
+            if (cache := self._cache) is not None:
+                with self._beside:
+                    if not cache.is_beside(self._source):
+                        self._loader._ask_data_again(at_end=True)
+                    if cache.is_asked:
+                        cache.note_pass(self._source, progress.clock)
+                        cache.log_epoch(self._loader.name, progress.epoch)
+                    else:  # one that is set from now on begins with the next draws
+                        progress.since = progress.clock.tick + 1
             self._end()
             raise
 
     def _next(self) -> Any:
         asked = self._note_step()
-        if self._loader._persistent is not None and self._loader._persistent[0].serves is not None:
-            # Persistent workers serve the pass that began last; older ones go on with it, as they
-            # do under DataLoader.
-            self._planner, self._prefetcher, self._progress = self._loader._persistent[0].serves
-        self._planner.top_up()
+        planner, progress, source = self._planner, self._planner.progress, self._source
+        planner.top_up()
+        state = progress.drawn.popleft() if progress.drawn else progress.sampler
         loads = time.perf_counter()
         try:
-            loaded = self._load_here() or next(self._workers)
+            if not self._loads_here or not planner.undispatched or _profiles():
+                loaded = next(self._workers)
+            elif (task := planner.undispatched.popleft()).indices is None:
+                loaded = Loaded(task.number, None, frozenset())
+            else:  # past the inner DataLoader, which takes 50 us
+                loaded = source.samples.load_task(task)
         except Exception as error:
-            if not isinstance(error, StopIteration):
-                self._planner.skip()
-                self._progress.skip()
+            if planner.planned and not isinstance(error, StopIteration):
+                planner.planned.popleft()
             raise
         loads -= time.perf_counter()
-        self._source.samples.drawn |= loaded.drawn  # what workers saw
-        self._source.samples.company = loaded.company or self._source.samples.company
-        plan = self._planner.take(loaded.number)
+        source.samples.drawn |= loaded.drawn  # what workers saw
+        source.samples.company = loaded.company or source.samples.company
+        plan = planner.take(loaded.number)
         if (cache := self._cache) is None:
-            self._progress.count()
+            progress.sampler, progress.yielded = state, progress.yielded + 1
             return loaded.data
         # Whether the next look-ups are far.
-        if cache.store.writer.gathers != self._planner.is_midway:
-            cache.store.writer.gather(self._planner.is_midway)
-        is_due = self._asks_midway and self._source.fingerprint.is_due(asked)
-        if is_due and not cache.is_beside(self._source):
+        if cache.store.writer.gathers != planner.is_midway:
+            cache.store.writer.gather(planner.is_midway)
+        is_due = self._asks_midway and source.fingerprint.is_due(asked)
+        if is_due and not cache.is_beside(source):
             with self._beside:
-                if (what := self._source.fingerprint.changed(midway=True)) is not None:
+                if (what := source.fingerprint.changed(midway=True)) is not None:
                     self._loader._note_change(what)
         batch = self._assembly.assemble(plan, loaded)
-        self._progress.count()
+        progress.sampler, progress.yielded = state, progress.yielded + 1
         if not self._steps:
             starts = not self._since and not self._loads_here  # workers, as without a cache
             self._since = asked - (loads if starts else 0.0)
@@ -180,19 +174,9 @@ class Pass:
             cache.policy.unnoted_s += time.perf_counter() - asked + loads
         if self._times_loading:
             # What a batch cost without it, as far as it wants to know.
-            cache.policy.schedules[self._source.key].loads.append(loaded.load_s)
-            self._times_loading = cache.policy.wants_timing(self._source.key)
+            cache.policy.schedules[source.key].loads.append(loaded.load_s)
+            self._times_loading = cache.policy.wants_timing(source.key)
         return batch
-
-    def _load_here(self) -> Loaded | None:
-        """Load what has to be of the next batch, past the inner DataLoader, which takes 50 us."""
-        waiting = self._planner.undispatched
-        if not (self._loads_here and waiting) or torch.autograd._profiler_enabled():
-            return None
-        task = waiting.popleft()
-        if task.indices is None:
-            return Loaded(task.number, None, frozenset())
-        return self._source.load_planned(task)
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.
@@ -201,16 +185,12 @@ class Pass:
         inner DataLoader would cost 10 us a batch, a tenth of a cheap one.
         """
         self._note_step()
-        indices = self._planner.take_indices()
-        if indices is None:
-            raise StopIteration
-        samples, loaded = self._source.samples, None
-        if self._cache is not None and not self._is_beside():
-            loaded = samples.load_undrawn(indices)
-        if loaded is None:
-            loaded = samples.load(self._planner.task_of(indices))
-        batch = self._source.collate(loaded)
-        self._progress.count()
+        planner, progress, source = self._planner, self._planner.progress, self._source
+        task = next(iter(planner))
+        planner.planned.clear()
+        state = progress.drawn.popleft() if progress.drawn else progress.sampler
+        batch = source.collate(source.samples.load(task))
+        progress.sampler, progress.yielded = state, progress.yielded + 1
         return batch
 
     def _note_step(self) -> float:
@@ -229,17 +209,15 @@ class Pass:
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader
-        tasks, inner = loader._persistent or (TaskSource(), None)
-        tasks.serves = self._planner, self._prefetcher, self._progress
-        if inner is None:
-            inner = task_loader(
-                self._source.samples, tasks, num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory, generator=self._inner_generator,
-                prefetch_factor=loader.prefetch_factor,
-                persistent_workers=loader.persistent_workers,
-                pin_memory_device=loader.pin_memory_device, **loader._worker_options(),
-            )  # fmt: skip
-        if loader._persistent is None and loader.persistent_workers:
-            loader._persistent = tasks, inner
+        if loader._persistent is not None:
+            return iter(loader._persistent[1])
+        inner = task_loader(
+            self._source.samples, self._planner, num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory, generator=self._inner_generator,
+            prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device, **loader._worker_options(),
+        )  # fmt: skip
+        if loader.persistent_workers:
+            loader._persistent = self._planner, inner
             loader._iterator = None  # of a DataLoader that was taken over: its workers end
         return iter(inner)

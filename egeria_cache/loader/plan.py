@@ -9,7 +9,7 @@ others are asked when DataLoader would ask them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
+from egeria_cache.loader.resume import Progress
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
 from egeria_cache.samples import Clock, LoaderSource, Task
@@ -84,12 +85,6 @@ class Plan:
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
 
-def best_entry(entries: Iterable[PlannedEntry]) -> PlannedEntry | None:
-    """Choose the one that serves most of a batch, and on a tie the first; None if none serves."""
-    best = max(entries, key=attrgetter("num_hits"), default=None)
-    return best if best is not None and best.num_hits else None
-
-
 @dataclass(eq=False)
 class Planner:
     """Draws index batches ahead of the training loop and plans each of them once.
@@ -104,11 +99,13 @@ class Planner:
     clock: Clock
     """Which random draws of the samples this pass uses."""
     cache: LoaderApi | None
-    """Says what can be read at the moment."""
+    outlook: Callable[[], tuple[Sequence[View], bool | None]]
+    """Says what can be read at the moment: see `LoaderApi.outlook`."""
     prefetcher: Prefetcher
     """Reads the hits of plans that come near."""
     beside: AbstractContextManager[Any]
     """What goes wrong inside of it is none of the loop's errors."""
+    progress: Progress
     next_number: int
     num_foreseeable: int
     """Batches below this number may be drawn ahead."""
@@ -125,37 +122,21 @@ class Planner:
     window: int = 0
     """Batches beyond the next one that are planned; none while nothing can be read."""
 
-    def _outlook(self) -> tuple[Sequence[View], bool | None]:
-        """See `LoaderApi.outlook`."""
-        return ((), True) if self.cache is None else self.cache.outlook(self.source)
-
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks in order, planning as far ahead as the consumer asks."""
-        while self.undispatched or self._draw(*self._outlook()):
+        while self.undispatched or self._draw(*self.outlook()):
             yield self.undispatched.popleft()
-
-    def take_indices(self) -> list[Any] | None:
-        """Return what the sampler draws next; None at the end, and ever after."""
-        indices = next(self.index_batches, None)
-        if indices is None:
-            self.index_batches = iter(())  # it is not asked again
-            return None
-        self.next_number += 1
-        return list(indices)
-
-    def task_of(self, indices: list[Any]) -> Task:
-        """Return these indices, the ones taken last, as a task."""
-        return self._planned([indices], (), self._outlook()[1], self.next_number - 1)[0].task
 
     def top_up(self) -> None:
         """Plan ahead, and begin to read the hits of the plans that come next.
 
         While nothing can be read, nothing is drawn that DataLoader would not draw.
         """
-        if self._is_short() or not self.window:
-            views, seeds_all = self._outlook()
-            self.window = self.prefetcher.window if views else 0
-            while self._is_short():
+        ahead = self.window if self.next_number < self.num_foreseeable else 0
+        if not self.window or len(self.planned) <= ahead:
+            views, seeds_all = self.outlook()
+            self.window = ahead = self.prefetcher.window if views else 0
+            while len(self.planned) <= (ahead if self.next_number < self.num_foreseeable else 0):
                 # Where all is read, and nothing is on its way to disk, several are planned at a
                 # time: half of what a batch takes is the same for all of them.
                 is_still = self.is_read and all(map(_IS_IDLE, views))
@@ -167,10 +148,6 @@ class Planner:
         while self.unread and self.unread[0].number <= last:
             with self.beside:
                 self.prefetcher.start(self.unread.popleft())
-
-    def _is_short(self) -> bool:
-        is_more = self.next_number < self.num_foreseeable
-        return not self.planned or (len(self.planned) <= self.window and is_more)
 
     def take(self, number: int) -> Plan:
         """Return the next plan, which is of that number."""
@@ -194,33 +171,32 @@ class Planner:
         What other processes have stored by now is found: ranks that share a directory find in one
         epoch what any of them has stored in the one before.
         """
-        first, batches = self.next_number, list[list[Any]]()
-        while len(batches) < count and (indices := self.take_indices()) is not None:
-            batches.append(indices)
+        first, batches, progress = self.next_number, list[list[Any]](), self.progress
+        # By next() alone: to some, iter() is a new epoch.
+        while len(batches) < count and (indices := next(self.index_batches, None)) is not None:
+            batches.append(list(indices))
+        self.next_number += len(batches)
+        has_ended = len(batches) < count
+        progress.asked = max(progress.asked, self.next_number + has_ended)
+        if has_ended:
+            self.index_batches = iter(())  # it is not asked again
         if not batches:
             return False
-        for plan in self._planned(batches, views, seeds_all, first):
+        plans = list[Plan]()
+        with self.beside:
+            plans = self._plans(batches, views, seeds_all, first)
+        if not plans:  # no more can be told of samples than what the sampler drew
+            seed = None if seeds_all is None else self.source.seed
+            for number, indices in enumerate(batches, first):
+                ids = [("", repr(index)) for index in indices]
+                task = Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all))
+                plans.append(Plan(task, task))
+        for plan in plans:
             self.planned.append(plan)
             self.undispatched.append(plan.misses)
             if plan.entry is not None:
                 self.unread.append(plan.entry)
         return True
-
-    def _planned(
-        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
-    ) -> list[Plan]:
-        """Return plans of batches; if that fails, of samples of which no more can be told than what
-        the sampler drew.
-        """
-        with self.beside:
-            return self._plans(batches, views, seeds_all, first)
-        seed = None if seeds_all is None else self.source.seed
-        return [
-            Plan(task, task)
-            for number, indices in enumerate(batches, first)
-            for ids in [[("", repr(index)) for index in indices]]
-            for task in [Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all))]
-        ]
 
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
@@ -236,7 +212,7 @@ class Planner:
             and cache.may_store(source.key)
         )
         together = studies and source.study.company is not None
-        loads_hits = together or (studies and source.loads_hits)
+        loads_hits = together or (studies and (source.is_steady or source.is_restless))
         stored = source.stored_as(draws)
         located = map(methodcaller("locate", ids, variant=stored), map(_GENERATION, views))
         places = [*zip(views, located, strict=True)]
@@ -246,10 +222,11 @@ class Planner:
             stop = start + len(indices)
             own = ids[start:stop]
             variants = stored[start:stop]
-            entry = best_entry(
-                PlannedEntry(view, number, own, variants, there[start:stop])
-                for view, there in places  # the deepest first
-            )
+            entry: PlannedEntry | None = None
+            for view, there in places:  # the deepest first: on a tie it serves
+                found = PlannedEntry(view, number, own, variants, there[start:stop])
+                if found.num_hits > (0 if entry is None else entry.num_hits):
+                    entry = found
             self.is_read = entry is not None and not entry.num_misses
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))

@@ -13,7 +13,7 @@ each sample is collated alone as well, which shows where it stands and which lea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from egeria_cache import batch
 from egeria_cache.attempt import Attempt
-from egeria_cache.batch import Axis, Lengths, Padding, flatten, is_rows
+from egeria_cache.batch import Axis, Leaves, Lengths, Padding, flatten, is_rows
 from egeria_cache.errors import EgeriaError
 from egeria_cache.pystate import tensor_digest
 from egeria_cache.ragged import Dims, blank, inside
@@ -64,7 +64,7 @@ class Found(NamedTuple):
     """Whether less is known of such batches than was believed: what is stored is void."""
 
 
-def find_padding(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> Padding | None:
+def find_padding(together: Leaves, alone: Sequence[Leaves]) -> Padding | None:
     """Return how the samples of a batch were padded; None if nothing was.
 
     Args:
@@ -87,7 +87,7 @@ def find_padding(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]
     return Padding(tuple(axes), values) if axes else None
 
 
-def find_places(together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> Places:
+def find_places(together: Leaves, alone: Sequence[Leaves]) -> Places:
     """Find the samples in a batch of them, which its collate function may have sorted.
 
     Args:
@@ -148,16 +148,13 @@ def _stands(row: Any, value: Any) -> bool:
     return any(same_values(inside(row, dims, value.shape), value) for dims in sides)
 
 
-def own_lengths(axes: Sequence[Axis], leaves: Mapping[str, Any]) -> list[int]:
+def own_lengths(axes: Sequence[Axis], leaves: Leaves) -> list[int]:
     """Return how long a sample that was collated alone is along each axis."""
     return [leaves[axis.leaf].shape[axis.dim + 1] for axis in axes]
 
 
 def differing_leaf(
-    axes: Sequence[Axis],
-    together: Mapping[str, Any],
-    alone: Mapping[int, Mapping[str, Any]],
-    size: int,
+    axes: Sequence[Axis], together: Leaves, alone: Mapping[int, Leaves], size: int
 ) -> str | None:
     """Name a leaf of a batch in which a sample is not, in its place, what it is alone.
 
@@ -173,9 +170,8 @@ def differing_leaf(
         dims = tuple((axis.dim, axis.left) for axis in axes if axis.leaf == path)
         for i, leaves in alone.items():
             row, other = whole[i], leaves.get(path)
-            if not is_rows(other, 1):
+            if other is None or not is_rows(other, 1):
                 continue
-            assert other is not None
             known, here = other[0], row
             if isinstance(known, Tensor) and isinstance(row, Tensor) and row.dim() == known.dim():
                 here = inside(row, dims, [known.shape[dim] for dim, _ in dims])
@@ -210,14 +206,12 @@ class Study:
     """What is known of one collate function so far.
 
     Args:
-        load: Loads and collates the samples of each task, as if there were no other.
+        source: The `LoaderSource`, which loads and collates samples.
     """
 
-    def __init__(self, load: Callable[[Sequence[Task]], list[Any]]) -> None:
+    def __init__(self, source: Any) -> None:
         self.padding: Padding | None = None
         """How it pads, as far as has been seen."""
-        self.why_not: str | None = None
-        """Why its padding cannot be undone."""
         self.company: str | None = None
         """Why a sample's leaves are not all its own: its batches are then loaded as they are, hits
         and misses together, and only the front's work is spared."""
@@ -225,7 +219,7 @@ class Study:
         """Those leaves: nothing vouches for them."""
         self.made: frozenset[str] = frozenset()
         """Those of them that are made from company, labels say, and are no padding."""
-        self._load = load
+        self._source = source
         self._kinds: set[tuple[Any, ...]] = set()
         self._before: Task | None = None
         """A sample of the batch that was studied last: alone, no sample shows padding."""
@@ -234,7 +228,7 @@ class Study:
 
     def leaves(self, task: Task, rows: np.ndarray) -> dict[str, Any]:
         """Return the leaves of a batch of some samples of a task: bool, shape (B,)."""
-        return flatten(self._load([task.take(rows)])[0], int(rows.sum()))[1]
+        return flatten(self._source.load_each([task.take(rows)])[0], int(rows.sum()))[1]
 
     def alone(self, task: Task, row: int) -> dict[str, Any]:
         """Return the leaves of one sample, collated alone."""
@@ -246,21 +240,21 @@ class Study:
     def load_together(self, why: str) -> None:
         """Load whole batches from now on: the leaves of a sample depend on its company."""
         self.company = why
-        self.padding = self.why_not = None
+        self.padding = None
         self._kinds.clear()
         self._before = None
 
     def each_alone(self, task: Task) -> list[dict[str, Any]]:
         """Return the leaves of each sample of a task, collated alone."""
         each = [task.take(np.arange(len(task.ids)) == row) for row in range(len(task.ids))]
-        return [flatten(loaded, 1)[1] for loaded in self._load(each)]
+        return [flatten(loaded, 1)[1] for loaded in self._source.load_each(each)]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Along which every sample has to be measured when it is loaded."""
         return () if self.padding is None else self.padding.axes
 
-    def look_for_padding(self, task: Task, leaves: Mapping[str, Any]) -> bool:
+    def look_for_padding(self, task: Task, leaves: Leaves) -> bool:
         """Find out how a loaded batch was padded, if batches of its shape are new.
 
         Every sample of it is loaded again and collated alone. What the collate function draws or
@@ -269,6 +263,9 @@ class Study:
 
         Returns:
             Whether more is padded than was known: what was stored before must not be served.
+
+        Raises:
+            EgeriaError: Its padding cannot be undone.
         """
         if task.indices is None:
             return False
@@ -276,7 +273,7 @@ class Study:
         dense = {p: leaf for p, leaf in leaves.items() if batch.is_dense(leaf) and leaf.dim()}
         known = self.padding or Padding((), {})
         kind = tuple((path, *known.row_meta(path, leaf).shape) for path, leaf in dense.items())
-        if kind in self._kinds or self.why_not is not None:
+        if kind in self._kinds:
             return False
         self._kinds.add(kind)
         found = None
@@ -296,8 +293,7 @@ class Study:
         if len({(axis.leaf, axis.dim) for axis in axes}) < len(axes) or not all(
             same_values(known.values[path], values[path]) for path in known.values
         ):
-            self.why_not = "its collate_fn pads in one way in one batch, and in another later"
-            return False
+            raise EgeriaError("its collate_fn pads in one way in one batch, and in another later")
         self.padding = Padding(tuple(sorted(axes)), values)
         return axes != set(known.axes)
 
@@ -316,13 +312,13 @@ class Study:
         own = {p: v for p, v in leaves.items() if p not in self.mixed and isinstance(v, Tensor)}
         is_new |= bool(own) and self.look_for_padding(task, own)
         lengths = None
-        if own and self.why_not is None and self.padding is not None:
+        if own and self.padding is not None:
             measured = loaded.lengths
             if measured is None or alone is not None or loaded.axes != self.axes:
                 alone = alone or self.each_alone(task)
                 measured = np.array([own_lengths(self.axes, alone[i]) for i in places.order])
             lengths = Lengths(self.padding, measured, self.padding.sizes(own))
-        if not own or self.why_not or (lengths is not None and not lengths.are_tight):
-            raise EgeriaError(self.why_not or self.company or "")
+        if not own or (lengths is not None and not lengths.are_tight):
+            raise EgeriaError(self.company or "")
         mixed = {path: leaf for path, leaf in leaves.items() if path not in own}
         return Found(places.order, own, mixed, lengths, is_new)

@@ -113,23 +113,15 @@ class Fingerprint:
     Used from the training thread only.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        roots: Mapping[str, Any],
-        look_at: Callable[[list[int] | None, Portrait | None], Look],
-    ) -> None:
-        """Describe `roots`, all that decides a sample, with `dataset` among them.
+    def __init__(self, roots: Mapping[str, Any], source: Any) -> None:
+        """Describe all that decides a sample.
 
         Args:
-            dataset: The data set; its own `fingerprint` replaces samples and plain attributes.
-            roots: Objects by name.
-            look_at: Loads samples by index (None: any) and describes them, in whichever process;
-                and what that moves of the data, if it is given how they are.
+            roots: Objects by name; a `fingerprint` of the data set's own replaces samples and plain
+                attributes.
+            source: The `LoaderSource`, which is asked to `look_at` samples.
         """
-        self._dataset = dataset
-        self._roots = roots
-        self._look_at = look_at
+        self._roots, self._source = roots, source
         self._text: str | None = None
         self._known, self.is_new = set[str](), True
         """All texts that were taken, and whether the last one was none of those before it."""
@@ -232,7 +224,7 @@ class Fingerprint:
             return True
         indices, before = self._seen
         with Attempt() as tried:
-            now = self._look_at(indices, None)
+            now = self._source.look_at(indices, None)
         if tried.error is not None:
             return True
         return now.prints != before.prints or before.together not in (now.together, None)
@@ -246,7 +238,7 @@ class Fingerprint:
             return None
         prints: Sequence[Any] = ()
         with Attempt():  # what cannot be read now is no other data
-            prints = self._look_at(some, None).prints
+            prints = self._source.look_at(some, None).prints
         for index, now in zip(some, prints, strict=False):
             # As at first, all together: a data set may give out memory of its own in turns.
             if now != self._prints[index] and self._gives_others():
@@ -254,7 +246,8 @@ class Fingerprint:
         return None
 
     def _take(self) -> str:
-        length, digest = len(self._dataset), xxhash.xxh3_128()
+        dataset, digest = self._roots["data set"], xxhash.xxh3_128()
+        length = len(dataset)
         self._glance = Portrait(self._roots, thorough=False)
         self._portraits = self._glance, Portrait(self._roots)
         self._prints, self._seen, self._shown = {}, None, Look([], None)
@@ -267,7 +260,7 @@ class Fingerprint:
             if tried.error is not None:  # not indexed by 0..n-1
                 self._prints = {-1: None}
                 with Attempt():
-                    self._shown = self._look_at(None, self._glance)
+                    self._shown = self._source.look_at(None, self._glance)
             self._prints = {} if own else self._prints
             if None in self._prints.values():
                 # Nothing is reused by another run, rather than something that may be another's.
@@ -281,15 +274,18 @@ class Fingerprint:
         digest.update(repr(seen).encode("utf-8", "replace"))
         # What vouches for itself and names its samples may grow.
         size = "" if own and self._roots.get("sample_id") is not None else f"[{length}]"
-        text = f"{kind_name(type(self._dataset))}{size}:{digest.hexdigest()}"
+        text = f"{kind_name(type(dataset))}{size}:{digest.hexdigest()}"
         self.is_new = text not in self._known
         self._known.add(text)
         return text
 
     def _see(self, indices: list[int]) -> None:
         """Load samples for the first time."""
-        seen = self._look_at(indices, self._glance)
-        if self._portraits[1].doubtful and self._look_at(indices, None).together != seen.together:
+        seen = self._source.look_at(indices, self._glance)
+        if (
+            self._portraits[1].doubtful
+            and self._source.look_at(indices, None).together != seen.together
+        ):
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))

@@ -22,14 +22,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from egeria_cache.attempt import Attempt, in_turns
-from egeria_cache.batch import flatten
+from egeria_cache.batch import Leaves, flatten
 from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import differing_leaf, find_places, own_lengths
 from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.draws import sample_seed
 from egeria_cache.samples.fingerprint import Look, describe, look
 from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
-from egeria_cache.samples.task import NOWHERE, Loaded, Task
+from egeria_cache.samples.task import Loaded, Task
+
+_SELDOM = 64
+"""Batches without a draw are watched ever more seldom, down to one in so many: 100 us each."""
+
+
+Alone = dict[int, Leaves]
+"""Samples of a batch by row, each collated alone."""
 
 
 class SampleLoader:
@@ -91,7 +98,11 @@ class SampleLoader:
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
         if task.seed is None or not task.indices:
-            return self._get(task.indices)
+            return self.get(task.indices)
+        if not (task.seeds_all or self.drawn or get_worker_info()):
+            self._num_undrawn = num = self._num_undrawn + 1
+            if num & (num - 1) and num % _SELDOM:
+                return self.get(task.indices)
         transforms = list(_seedable(self.dataset))
         if transforms:
             self.drawn |= {"transforms"}
@@ -115,15 +126,8 @@ class SampleLoader:
             if not moved:
                 return samples
 
-    def load_undrawn(self, indices: list[Any]) -> Any:
-        """Return samples as the data set gives them; None if any draws, as far as that is known, or
-        if it is time to look: they are to be loaded by `load`.
-        """
-        self._num_undrawn = num = self._num_undrawn + 1
-        is_time = not (num & (num - 1) and num % _SELDOM)
-        return None if self.drawn or is_time else self._get(indices)
-
-    def _get(self, indices: Sequence[Any]) -> Any:
+    def get(self, indices: Sequence[Any]) -> Any:
+        """Return samples as the data set gives them."""
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
@@ -132,7 +136,7 @@ class SampleLoader:
         seeded = {name: g for name, g in GENERATORS.items() if name not in watched}
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:
-            return self._get(task.indices)
+            return self.get(task.indices)
         saved = [g.look() for g in generators] if get_worker_info() is None else []
         samples: list[Any] = []
         try:
@@ -144,12 +148,12 @@ class SampleLoader:
                 for transform in transforms:
                     transform.set_random_seed(seed & 0xFFFFFFFF)
                 before = {name: seeded[name].look() for name in unseen}
-                found = self._get([index])
+                found = self.get([index])
                 for name, look in before.items():
                     if seeded[name].look() != look:
                         self.drawn, unseen = self.drawn | {name}, unseen - {name}
                 if not isinstance(found, list):  # a batch of its own kind, not to be put together
-                    return self._get(task.indices)
+                    return self.get(task.indices)
                 samples += found
         finally:
             for generator, state in zip(generators, saved, strict=False):
@@ -157,6 +161,88 @@ class SampleLoader:
             for transform in transforms:  # whatever was drawn: it is the same data set as before
                 transform.set_random_seed(task.seed & 0xFFFFFFFF)  # type: ignore[operator]
         return samples
+
+    def __getitems__(self, task: Task) -> tuple[Task, Any, float]:
+        """Return what the inner DataLoader hands to `collated`, and the processor time it took."""
+        began = time.thread_time()
+        return task, self.answer(task), time.thread_time() - began
+
+    def load_task(self, task: Task) -> Loaded:
+        """Load and collate in this process, past the inner DataLoader."""
+        return self.collated(self.__getitems__(task))
+
+    def collated(self, given: tuple[Task, Any, float]) -> Loaded:
+        """Return a task's samples, collated if there are any, and what is asked of them besides."""
+        task, samples, load_s = given
+        if samples is None or task.looks:
+            return Loaded(task.number, samples, self.drawn)
+        if not isinstance(samples, list) or not (task.axes or task.places or task.compares):
+            began, data = time.thread_time(), self.collate(samples)
+            load_s += time.thread_time() - began
+            return Loaded(task.number, data, self.drawn, load_s=load_s)
+        company = self.company if task.compares else Company()
+        company.loaded_s += load_s
+        began, told = time.thread_time(), None
+        # Before the batch is collated, perhaps to the same memory; of copies, for collate functions
+        # pad the very lists that they are given.
+        with Attempt():
+            told = company.ask_samples(task.axes, samples)
+        is_known = not task.places and told is not None
+        rows = company.choose(len(samples), task.axes) if is_known else list(range(len(samples)))
+        alone: Alone = dict(zip(rows, self._again(samples, [[row] for row in rows]), strict=False))
+        # In reverse, so that others are the first.
+        turned = self._again(samples, [[*alone][::-1]] if alone and not task.places else [])
+        compared = time.thread_time()
+        data = self.collate(list(samples))
+        collate_s = time.thread_time() - compared
+        found = Loaded(
+            task.number, data, self.drawn, task.axes, load_s=load_s + collate_s, company=company
+        )  # fmt: skip
+        if alone or task.axes:
+            with Attempt():  # one that cannot be collated alone is not measured
+                found = self._compared(task, found, alone, turned, told)
+        company.loaded_s += collate_s
+        if rows:
+            company.compared(len(rows), time.thread_time() - collate_s - began)
+        return found
+
+    def _again(self, samples: list[Any], groups: Sequence[Sequence[int]]) -> list[Leaves]:
+        """Return the leaves of groups of samples, each collated alone; none if one cannot be."""
+        found: list[Leaves] = []
+        if not groups:
+            return found
+        with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
+            for rows in groups:
+                some = [copy.deepcopy(samples[row]) for row in rows]
+                leaves = flatten(self.collate(some), len(some))[1].items()
+                found.append({p: v.clone() if isinstance(v, Tensor) else v for p, v in leaves})
+        return found if tried.error is None else []
+
+    def _compared(
+        self, task: Task, loaded: Loaded, alone: Alone, turned: list[Leaves], told: Told | None
+    ) -> Loaded:
+        """Say where samples stand, how long they are, and what differs from what they are alone."""
+        company, axes, size = loaded.company, task.axes, len(task.ids)
+        assert company is not None
+        together = flatten(loaded.data, size)[1]
+        places = differs = lengths = None
+        if task.places:
+            places = find_places(together, [alone[row] for row in range(size)])
+            alone = {row: alone[i] for row, i in enumerate(places.order)}
+        else:
+            differs = differing_leaf(axes, together, alone, size)
+            backwards = dict(enumerate(reversed(alone.values())))
+            for again in turned if differs is None else ():
+                differs = differing_leaf(axes, again, backwards, len(alone))
+        own = {row: own_lengths(axes, one) for row, one in alone.items()}
+        if axes and places is None and told is not None:
+            told = told | company.ask_masks(axes, together)
+            differs = company.learn(axes, told, own) or differs
+        if len(own) == size:
+            lengths = np.array([own[row] for row in range(size)], np.int64)
+        elif axes:
+            lengths = company.lengths(axes, told or {})
+        return loaded._replace(lengths=lengths, differs=differs, places=places)
 
 
 def _seedable(dataset: Any) -> Iterator[Any]:
@@ -173,118 +259,10 @@ def _seedable(dataset: Any) -> Iterator[Any]:
         dataset = attributes.get("dataset")
 
 
-_SELDOM = 64
-"""Batches without a draw are watched ever more seldom, down to one in so many: 100 us each."""
-
-
-class SeededDataset:
-    """The user's dataset as the inner DataLoader sees it: indexed by a whole `Task`."""
-
-    def __init__(self, samples: SampleLoader) -> None:
-        """Wrap the dataset of `samples`."""
-        self.dataset = samples.dataset
-        self._samples = samples
-
-    def __getitems__(self, task: Task) -> Loaded:
-        began = time.thread_time()
-        data = self._samples.answer(task)
-        seconds = time.thread_time() - began
-        if task.compares:
-            self._samples.company.loaded_s += seconds
-        return Loaded(
-            task.number, data, self._samples.drawn, task.axes,
-            places=NOWHERE if task.places else None, load_s=seconds,
-            company=self._samples.company if task.compares else None,
-        )  # fmt: skip
-
-
-class CollateLoaded:
-    """The user's collate function, applied to a task's samples if there are any."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        """Wrap `collate`."""
-        self.collate = collate
-
-    def __call__(self, loaded: Loaded) -> Loaded:
-        """Collate what `SeededDataset` gave."""
-        samples, axes, places = loaded.data, loaded.axes, loaded.places
-        if samples is None or isinstance(samples, Look):
-            return loaded
-        if not isinstance(samples, list) or not (axes or places or loaded.company):
-            began, data = time.thread_time(), self.collate(samples)
-            load_s = loaded.load_s + time.thread_time() - began
-            return loaded._replace(data=data, places=None, load_s=load_s)
-        company = loaded.company or Company()
-        began, told = time.thread_time(), None
-        # Before the batch is collated, perhaps to the same memory; of copies, for collate functions
-        # pad the very lists that they are given.
-        with Attempt():
-            told = company.ask_samples(axes, samples)
-        is_known = places is None and told is not None
-        rows = company.choose(len(samples), axes) if is_known else list(range(len(samples)))
-        alone = dict(zip(rows, self._again(samples, [[row] for row in rows]), strict=False))
-        # In reverse, so that others are the first.
-        turned = self._again(samples, [[*alone][::-1]] if alone and places is None else [])
-        compared = time.thread_time()
-        data = self.collate(list(samples))
-        collated = time.thread_time()
-        loaded = loaded._replace(load_s=loaded.load_s + collated - compared)
-        found = loaded._replace(data=data, places=None)
-        if alone or axes:
-            with Attempt():  # one that cannot be collated alone is not measured
-                found = self._compared(loaded, data, alone, turned, company, told)
-        company.loaded_s += collated - compared
-        if rows:
-            company.compared(len(rows), time.thread_time() - collated + compared - began)
-        return found
-
-    def _again(self, samples: list[Any], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Return the leaves of groups of samples, each collated alone; none if one cannot be."""
-        found: list[dict[str, Any]] = []
-        if not groups:
-            return found
-        with Attempt() as tried, preserved(), unmoved({"collate_fn": self.collate}):
-            for rows in groups:
-                some = [copy.deepcopy(samples[row]) for row in rows]
-                leaves = flatten(self.collate(some), len(some))[1].items()
-                found.append({p: v.clone() if isinstance(v, Tensor) else v for p, v in leaves})
-        return found if tried.error is None else []
-
-    def _compared(
-        self,
-        loaded: Loaded,
-        data: Any,
-        alone: dict[int, dict[str, Any]],
-        turned: list[dict[str, Any]],
-        company: Company,
-        told: Told | None,
-    ) -> Loaded:
-        """Say where samples stand, how long they are, and what differs from what they are alone."""
-        axes, size, places, differs = loaded.axes, len(loaded.data), loaded.places, None
-        together, lengths = flatten(data, size)[1], None
-        if places is not None:
-            places = find_places(together, [alone[row] for row in range(size)])
-            alone = {row: alone[i] for row, i in enumerate(places.order)}
-        else:
-            differs = differing_leaf(axes, together, alone, size)
-            backwards = dict(enumerate(reversed(alone.values())))
-            for again in turned if differs is None else ():
-                differs = differing_leaf(axes, again, backwards, len(alone))
-        own = {row: own_lengths(axes, one) for row, one in alone.items()}
-        if axes and places is None and told is not None:
-            told = told | company.ask_masks(axes, together)
-            differs = company.learn(axes, told, own) or differs
-        if len(own) == size:
-            lengths = np.array([own[row] for row in range(size)], np.int64)
-        elif axes:
-            lengths = company.lengths(axes, told or {})
-        return loaded._replace(data=data, lengths=lengths, differs=differs, places=places)
-
-
 def _init_worker(worker_init: Callable[[int], None] | None, worker_id: int) -> None:
     """Show the user's `worker_init_fn` the user's own data set in `get_worker_info()`."""
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, SeededDataset):
+    if info is not None and isinstance(info.dataset, SampleLoader):
         # WorkerInfo refuses plain assignment.
         object.__setattr__(info, "dataset", info.dataset.dataset)
     if worker_init is not None:
@@ -304,9 +282,9 @@ def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader
         # Its advice on the arguments was given when the user's own loader was made.
         warnings.simplefilter("ignore")
         return DataLoader(
-            SeededDataset(samples),  # type: ignore[arg-type]
+            samples,  # type: ignore[arg-type]
             batch_sampler=tasks,
-            collate_fn=CollateLoaded(samples.collate),  # type: ignore[arg-type]
+            collate_fn=samples.collated,  # type: ignore[arg-type]
             worker_init_fn=init,
             **options,
         )

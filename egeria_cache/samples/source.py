@@ -24,7 +24,7 @@ from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples.collation import Study, same_values
 from egeria_cache.samples.draws import Clock, Draws
 from egeria_cache.samples.fingerprint import Fingerprint, Look
-from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset, SideWorker
+from egeria_cache.samples.loading import SampleLoader, SideWorker
 from egeria_cache.samples.task import Loaded, Task
 
 _NUMBERS = itertools.count()
@@ -102,14 +102,11 @@ class LoaderSource:
             "sample_version": self.sample_version or _method(self.dataset, "sample_version"),
             "worker_init_fn": (own or {}).get("worker_init_fn"),
         }
-        look_at = weakref.WeakMethod(self._look_at)  # no cycle
-        self.fingerprint = Fingerprint(
-            self.dataset, self._roots, lambda *asked: look_at()(*asked)  # type: ignore[misc]
-        )  # fmt: skip
+        self.fingerprint = Fingerprint(self._roots, weakref.proxy(self))  # no cycle
         self._live: list[weakref.ref[Tensor]] = []
         self._recent: Sequence[Any] | None = None
         self._proven: set[tuple[Any, ...]] = set()
-        self.study = self._new_study()
+        self.study = Study(weakref.proxy(self))
         """Of a collate function of the user's."""
 
     def identify(self, indices: Sequence[Any]) -> list[SampleId]:
@@ -142,11 +139,6 @@ class LoaderSource:
     def is_random(self) -> bool:
         """Whether each draw of a sample is another to the frozen front, as far as is known."""
         return not self.is_steady and (self.is_known_random or bool(self.samples.drawn))
-
-    @property
-    def loads_hits(self) -> bool:
-        """Whether hits are loaded as well, and compared."""
-        return self.is_steady or self.is_restless
 
     @property
     def served(self) -> float:
@@ -240,22 +232,19 @@ class LoaderSource:
         with nullcontext() if self.side_worker is not None else self.samples.out_of_turn() as kept:
             return [self.load(task, kept) for task in tasks]
 
-    def load_planned(self, task: Task) -> Loaded:
-        """Load what a batch misses, in this process and in its turn."""
-        return CollateLoaded(self.collate)(SeededDataset(self.samples).__getitems__(task))
-
     def use_collate(self, collate: Callable[[list[Any]], Any]) -> None:
         """Collate by another function from the next pass on."""
         if collate is not self.collate:
             self.collate = self.samples.collate = self._roots["collate_fn"] = collate
             self._proven.clear()
-            self.study = self._new_study()
+            self.study = Study(weakref.proxy(self))
             self.end_pass()
 
     def forget(self) -> None:
         """Find out anew what the collate function does; what is loaded whole is studied anyway."""
         self._proven.clear()
-        self.study = self._new_study() if self.study.company is None else self.study
+        if self.study.company is None:
+            self.study = Study(weakref.proxy(self))
 
     def end_pass(self) -> None:
         """Stop the worker for samples out of turn; the next need starts another."""
@@ -268,36 +257,27 @@ class LoaderSource:
             loaded = self.side_worker.ask(task)
             self.samples.drawn |= loaded.drawn
             return loaded
-        if self.collate is default_collate:
-            return self._answer_here(task, kept)
         live = [tensor for ref in self._live if (tensor := ref()) is not None and tensor.is_cpu]
-        with torch.no_grad():
-            before = [batches.unwrap(tensor).clone() for tensor in live]
-            loaded = self._answer_here(task, kept)
-            if all(map(torch.equal, map(batches.unwrap, live), before)):
-                return loaded
-            # The collate function uses its memory again, and the batch under way lies in it.
-            loaded = loaded._replace(data=copy.deepcopy(loaded.data))
-            for tensor, held in zip(live, before, strict=True):
-                batches.unwrap(tensor).copy_(held)
+        live = [batches.unwrap(tensor).detach() for tensor in live]
+        before = [tensor.clone() for tensor in live]
+        with self.samples.out_of_turn(kept) as kept:
+            loaded = self.samples.load_task(task)
+            is_same = all(map(torch.equal, live, before))
+            if not is_same or kept.has_moved(names=False):
+                # It lies in what is put back, or in memory of the collate function's that the batch
+                # under way lies in.
+                loaded = loaded._replace(data=copy.deepcopy(loaded.data))
+        for tensor, held in () if is_same else zip(live, before, strict=True):
+            tensor.copy_(held)
         return loaded
 
-    def _answer_here(self, task: Task, kept: Snapshot | None) -> Loaded:
-        with self.samples.out_of_turn(kept) as kept:
-            loaded = self.load_planned(task)
-            if kept.has_moved(names=False):  # it may lie in what is put back
-                loaded = loaded._replace(data=copy.deepcopy(loaded.data))
-            return loaded
-
     def yields(self, tensors: Iterable[Any]) -> None:
-        """Note the tensors of the batch that was collated last, as the loop gets them."""
+        """Note the tensors of the batch that was collated last, as the loop gets them: a collate
+        function of the user's may use its memory again.
+        """
         if self.side_worker is not None or self.collate is default_collate:
             return
         self._live = [weakref.ref(one) for one in tensors if isinstance(one, Tensor)]
-
-    def _new_study(self) -> Study:
-        load = weakref.WeakMethod(self.load_each)  # no cycle
-        return Study(lambda tasks: load()(tasks))  # type: ignore[misc]
 
     @property
     def has_own_collate(self) -> bool:
@@ -309,7 +289,10 @@ class LoaderSource:
         study = self.study
         return self._answer(task._replace(axes=study.axes, places=study.company is not None))
 
-    def _look_at(self, indices: list[int] | None, before: Portrait | None) -> Look:
+    def look_at(self, indices: list[int] | None, before: Portrait | None) -> Look:
+        """Describe samples by index (None: any), in whichever process, and what loading them moves
+        of the data as they are `before`.
+        """
         if indices is None:  # any that the data set surely takes
             indices = list(self._recent or ())[:2]
         task = Task(-1, indices, self.identify(indices), [0] * len(indices), self.seed, looks=True)
@@ -326,8 +309,8 @@ class LoaderSource:
         other than torch's own, every sample is collated alone, which shows whether it depends on
         the rest of the batch. Repeated for batches whose rows have another shape.
         """
-        if self._unnamed is not None or self.study.why_not is not None:
-            return self._unnamed or self.study.why_not
+        if self._unnamed is not None:
+            return self._unnamed
         self._recent = batch.context.task.indices
         if self.study.company is not None:
             return None  # each batch that is loaded is looked at
@@ -408,9 +391,8 @@ class LoaderSource:
         if not alone or self._first_difference(batch, list(range(batch.size))) is not None:
             return (
                 f"{leaf} of a sample is not the same when it is loaded again under the same seed; "
-                "draw random numbers in the data set itself, from the global state of torch, numpy "
-                "or random, and change data before a pass, not between loading a batch and calling "
-                "the model"
+                "draw random numbers in the data set, from the global state of torch, numpy or "
+                "random, and change data before a pass, not while it is under way"
             )
         if isinstance(once, Tensor) and once.dim() and len(once) != batch.size:
             return (
@@ -418,10 +400,8 @@ class LoaderSource:
                 "sample to the shape (samples, several, ...), and leave samples out by the "
                 "sampler, not in the collate_fn"
             )
-        there, here = (tuple(getattr(one, "shape", ()))[1:] for one in (once, again))
-        how = f", of shape {there} there and {here} alone" if there != here else ""
         return (
-            f"{leaf} of a sample depends on the rest of its batch{how}: the collate_fn mixes, "
+            f"{leaf} of a sample depends on the rest of its batch: the collate_fn mixes, "
             "packs or cuts samples, or pads them otherwise than to the longest of the batch, with "
             "one value, at one end; do such things in the data set, or after the boundary"
         )

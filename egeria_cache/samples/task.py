@@ -24,10 +24,6 @@ class Places(NamedTuple):
     """Those of them that are as large in company as alone: no padding, nothing along it."""
 
 
-NOWHERE = Places([], frozenset())
-"""They are still to be looked for."""
-
-
 class Task(NamedTuple):
     """Samples to load for one batch."""
 

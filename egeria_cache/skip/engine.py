@@ -920,7 +920,7 @@ class SkipEngine:
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
         plan.guard = PrefixGuard(tensors, skipped, around, code, by_content=True)
-        leaves = {i: tagged.leaves for i, tagged in call.tagged.items()}
+        leaves = {i: tagged.raws.keys() for i, tagged in call.tagged.items()}
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
         fields = address(plan, call, plan.guard, code)

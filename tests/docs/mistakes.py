@@ -445,15 +445,6 @@ def another_layout(where):
         store.flush()
 
 
-@mistake("A loader's state is loaded over another data set")
-def another_length(where):
-    before = EgeriaLoader(samples(), 8, seed=0)
-    next(iter(before))
-    after = EgeriaLoader(torch.utils.data.Subset(samples(), range(12)), 8, seed=0)
-    after.load_state_dict(before.state_dict())
-    list(after)
-
-
 @mistake("The controller does not know how long training is")
 def no_schedule(where):
     net = model(frozen=())

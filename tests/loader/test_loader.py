@@ -2,6 +2,7 @@
 
 import random
 import tracemalloc
+from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from egeria_cache.loader.loader import EgeriaLoader
-from egeria_cache.loader.plan import PlannedEntry, best_entry
+from egeria_cache.loader.plan import Planner
 from egeria_cache.loader.samplers import ShardAffineSampler
-from egeria_cache.samples.draws import sample_seed
+from egeria_cache.samples.draws import Clock, sample_seed
 from egeria_cache.store.disk.files import LOCATED
 
 
@@ -224,7 +225,8 @@ def test_a_rank_draws_its_own_samples_of_a_billion_alone(ranks_per_node):
 
 
 def test_where_several_cuts_serve_as_much_the_deepest_does():
-    deep, shallow = (SimpleNamespace(cut=name) for name in ("layer2", "layer1"))
-    at, draws = np.ones(1, LOCATED), np.zeros(1, np.int64)
-    chosen = best_entry(PlannedEntry(view, 0, [1], draws, at) for view in (deep, shallow))
-    assert chosen.view is deep
+    found = SimpleNamespace(locate=lambda ids, variant: np.ones(1, LOCATED))
+    deep, shallow = (SimpleNamespace(generation=found, cut=name) for name in ("layer2", "layer1"))
+    source = EgeriaLoader(range(1)).source
+    planner = Planner(iter(()), source, Clock(), None, None, None, nullcontext(), None, 0, 0)
+    assert planner._plans([[0]], (deep, shallow), True, 0)[0].entry.view is deep

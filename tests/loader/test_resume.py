@@ -118,23 +118,6 @@ def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
         same(list(resumed), expected)
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("num_samples", [8, 23, 40])
-def test_a_state_of_an_epoch_of_another_length_is_told_of(caplog, num_samples, seed):
-    torch.manual_seed(11)
-    loader = make(seed=seed)
-    iterator = iter(loader)
-    for _ in range(4):
-        next(iterator)
-    other = EgeriaLoader(torch.utils.data.Subset([*range(100)], range(num_samples)), 4, seed=seed)
-    other.load_state_dict(through_a_file(loader.state_dict()))
-    assert len(list(other)) == max(0, -(-num_samples // 4) - 4)
-    told = [record.getMessage() for record in caplog.records if "23 draws" in record.getMessage()]
-    assert len(told) == (num_samples != NUM_SAMPLES)
-    assert len(list(other)) == -(-num_samples // 4)
-    assert len(told) == (num_samples != NUM_SAMPLES)
-
-
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match="not a state of EgeriaLoader"):
         make().load_state_dict({"_num_yielded": 3})

@@ -17,7 +17,7 @@ from egeria_cache.batch import Axis
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
-from egeria_cache.samples.loading import CollateLoaded, SampleLoader, SeededDataset
+from egeria_cache.samples.loading import SampleLoader
 from egeria_cache.samples.side_effects import GENERATORS, preserved
 from egeria_cache.samples.source import LoaderSource
 from egeria_cache.samples.task import Task
@@ -83,7 +83,7 @@ class Alone:
         monkeypatch.setattr(module, "FREE_S", 0.0)
         self.alone = SimpleQueue()  # which is not put back
         self.samples = SampleLoader(Texts(form), self.counted)
-        self.collate, self.wrapped = collate, CollateLoaded(self.counted)
+        self.collate = collate
 
     def counted(self, items):
         if len(items) == 1:
@@ -98,7 +98,7 @@ class Alone:
         indices = list(range(start, start + rows))
         axes = tuple(Axis(f"[{leaf!r}]", 0) for leaf in leaves)
         task = Task(0, indices, indices, [0] * rows, None, axes=axes, compares=True)
-        return self.wrapped(SeededDataset(self.samples).__getitems__(task))
+        return self.samples.load_task(task)
 
 
 @pytest.mark.parametrize(
