@@ -69,8 +69,12 @@ class WholeModelMeter(ActivationMeter):
         self._bare = watched.model
         super().__init__(watched)
 
-    def _make_tap(self, names: list[tuple[str, ...]]) -> LayerTap:
-        return _RootTap(self._bare, names)
+    def bind(self) -> None:
+        """Hook the whole model."""
+        super().bind()
+        if not isinstance(self._tap, _RootTap):
+            self._tap.close()
+            self._tap = _RootTap(self._bare)
 
     def measure(self, step: int, frozen: int) -> None:
         """As the one-module meter, on the model up to the front layer."""
@@ -82,7 +86,7 @@ class WholeModelMeter(ActivationMeter):
 class _RootTap(LayerTap):
     """Captures the input of the whole model."""
 
-    def __init__(self, model: nn.Module, names: list[tuple[str, ...]]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model, [])
         self._input: Tensor | None = None
         self._handles.append(model.register_forward_pre_hook(self._note))

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from egeria_core.config import ControllerConfig
 from egeria_core.policies.base import Measure, Reading
 from egeria_core.rules import Remembered, TenfoldDrop, UnfreezeRule
 
@@ -32,6 +33,7 @@ class PlasticityPolicy(Remembered):
     def __init__(
         self, window: int = 10, tolerance: float = 0.2, rule: UnfreezeRule | None = None
     ) -> None:
+        ControllerConfig(window=window, tolerance=tolerance)  # refuses what is out of range
         self.window, self.tolerance = window, tolerance
         self.rule: UnfreezeRule = TenfoldDrop() if rule is None else rule
         self.frozen = 0

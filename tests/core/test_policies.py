@@ -140,6 +140,8 @@ def test_static_moves_at_its_steps_and_knows_its_names() -> None:
 def test_policies_go_by_name_or_by_their_methods() -> None:
     config = ControllerConfig(evaluate_every=1)
     assert isinstance(make_policy("plasticity", config), PlasticityPolicy)
+    with pytest.raises(ValueError, match="window must be at least 2"):
+        PlasticityPolicy(window=1)
     with pytest.raises(ValueError, match="budget, plasticity"):
         make_policy("nothing-such", config)
     with pytest.raises(TypeError, match="observe"):
