@@ -12,6 +12,7 @@ import torch
 
 from egeria_cache.device import default_device, device_name
 from egeria_cache.store import kernel
+from egeria_cache.tables import end_with_reader
 from egeria_cache.version import __version__
 
 NEEDED = ("torch", "numpy", "lmdb", "zstandard", "xxhash", "psutil")
@@ -47,4 +48,5 @@ def _version(name: str) -> str | None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

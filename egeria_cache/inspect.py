@@ -25,7 +25,7 @@ from egeria_cache import store
 from egeria_cache.cache import draws_noted
 from egeria_cache.errors import EgeriaError, StoreError
 from egeria_cache.store import Report
-from egeria_cache.tables import parse_size, size
+from egeria_cache.tables import end_with_reader, parse_size, size
 from egeria_cache.version import __version__
 
 __all__ = ["main"]
@@ -41,6 +41,8 @@ Told = tuple[int, Any, list[str]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
+    if argv is None:
+        end_with_reader()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments or ["--help"])
@@ -48,9 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, content, lines = options.run(options, report)
         is_stream = options.run is pack and options.file == STREAM
         _print(content if options.json else lines, sys.stderr if is_stream else sys.stdout)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
-        return HEALTHY
     except SystemExit as stop:  # argparse has printed help (0) or the mistake (2)
         return int(stop.code or 0)
     except (EgeriaError, ValueError, OSError, RecursionError) as error:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 
 PAGE_BYTES = 4096
 """Files are counted in whole pages, as the disk does."""
+
+
+def end_with_reader() -> None:
+    """Have this program end when whoever reads its output has seen enough."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def as_text(lines: Mapping[str, str]) -> str:
