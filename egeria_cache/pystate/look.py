@@ -109,11 +109,17 @@ class Portrait(Snapshot):
                 self.is_whole &= not pending
         self._doubt_unnamed()
 
-    def differences(self, after: Portrait, leave_out: AbstractSet[str]) -> list[str]:
-        """Return the paths that differ, except for those in `leave_out` and all below them."""
-        paths = dict.fromkeys((*self.prints, *after.prints))
-        moved = (path for path in paths if self.prints.get(path) != after.prints.get(path))
-        return [path for path in moved if not is_below(path, leave_out)]
+    def differences(
+        self, after: Portrait, leave_out: AbstractSet[str], grown: AbstractSet[str] = frozenset()
+    ) -> list[str]:
+        """Return the paths that differ, except for those in `leave_out` and all below them, and for
+        what there is more or less of in those that have `grown`.
+        """
+        before, now = self.prints, after.prints
+        paths = dict.fromkeys((*before, *now))
+        moved = (p for p in paths if before.get(p) != now.get(p) and not is_below(p, leave_out))
+        stays = before.keys() & now.keys()
+        return [p for p in moved if not (p in grown if p in stays else is_below(p, grown))]
 
     def _note(self, path: str, what: Any) -> None:
         found = what

@@ -41,6 +41,7 @@ ATOMS: frozenset[type] = frozenset((
     type(None), bool, int, float, complex, str, bytes, range, slice, type, ModuleType,
     type(Ellipsis), type(NotImplemented), torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format, CodeType, FrameType, property, classmethod, staticmethod,
+    random.SystemRandom,
 ))  # fmt: skip
 """Kinds of values that nobody can change."""
 
@@ -399,10 +400,17 @@ def holds_threads(value: Any) -> bool:
     return any(isinstance(part, threading.Thread | Executor) for part in held)
 
 
+def is_in_shared_memory(value: Any) -> bool:
+    """Whether it lies where other processes may write to it."""
+    return value.is_shared() if isinstance(value, Tensor) else isinstance(value, _SHARED)
+
+
 def _is_beyond_data(value: Any) -> bool:
-    if isinstance(value, Tensor):  # what other processes may write to is not put back
-        return not value.is_cpu or value.is_shared()
-    if isinstance(value, _SHARED) or ends(value) or is_opaque(type(value)):
+    if is_in_shared_memory(value):  # it is not put back
+        return True
+    if isinstance(value, Tensor):
+        return not value.is_cpu
+    if ends(value) or is_opaque(type(value)):
         return True
     return holds_threads(value) or (is_training(value) and not is_frozen(value))
 

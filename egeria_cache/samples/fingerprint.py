@@ -26,7 +26,7 @@ from egeria_cache import attempt
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
-from egeria_cache.pystate import Portrait, is_below, leaf_print
+from egeria_cache.pystate import Portrait, is_below, is_in_shared_memory, leaf_print
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
@@ -53,6 +53,8 @@ class Look(NamedTuple):
     """Paths of the portrait that loading itself changes: counters, caches, files that are open."""
     decides: str | None = None
     """What counts loads, and decides what they give."""
+    grown: frozenset[str] = frozenset()
+    """Those of containers to which it only adds, or of which it takes out: what stays is data."""
     read: frozenset[str] = frozenset()
     """Paths of what trains, and is computed with."""
 
@@ -95,16 +97,19 @@ def look(
     trained = {_place(tensor): path for path, tensor in held if tensor.requires_grad}
     with reads if trained else nullcontext():
         seen = describe(load(), collate)
-    moved = frozenset[str]()
+    moved, grown = frozenset[str](), frozenset[str]()
     if before.has_moved():
         after = Portrait(before.roots, thorough=False)
         paths = (*before.prints, *after.prints)
         moved = frozenset(p for p in paths if before.prints.get(p) != after.prints.get(p))
         # A cache that gives up one sample for another is as long as before.
-        anew = [p for p in moved if (p in before.prints) != (p in after.prints)]
-        moved |= {p.rpartition("[")[0] if p.endswith("]") else p for p in anew}
+        anew = {p for p in moved if (p in before.prints) != (p in after.prints)}
+        filled = {p.rpartition("[")[0] for p in anew if p.endswith("]")}
+        others = moved - anew - filled
+        grown = frozenset(p for p in filled if not any(is_below(q, {p}) for q in others))
+        moved = frozenset(p for p in moved | filled if not is_below(p, grown))
     read = frozenset(trained[place] for place in trained.keys() & reads.places)
-    return seen._replace(moved=moved, read=read)
+    return seen._replace(moved=moved, grown=grown, read=read)
 
 
 class Fingerprint:
@@ -123,6 +128,8 @@ class Fingerprint:
         """
         self._roots, self._source = roots, source
         self._text: str | None = None
+        self.is_shared = False
+        """Whether all that was seen to change last lies where every process sees it."""
         self._known, self.is_new = set[str](), True
         """All texts that were taken, and whether the last one was none of those before it."""
         self.age = 0
@@ -130,6 +137,8 @@ class Fingerprint:
         self._portraits: tuple[Portrait, Portrait]
         self._shown = Look([], None)
         """What loading has shown at first."""
+        self._grown, self._edited = set[str](), set[str]()
+        """Paths of containers to which loading adds, and of what was another in them."""
         self._prints: dict[int, int | None] = {}
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
@@ -199,10 +208,13 @@ class Fingerprint:
         is_due = not sees_all and (self._free_s[midway] > 0 or started >= self._next_full)
         if not is_due and not (has_moved and self._surely(seen, quick)):
             return None
-        full = Portrait(self._roots)
+        full, self.is_shared = Portrait(self._roots), False
         if surely := self._surely(before, full):
+            self._edited.update(path for path in surely if is_below(path, self._grown))
+            held = {one.path: one.where for one in quick.places}
+            self.is_shared = all(is_in_shared_memory(held.get(path)) for path in surely)
             return surely[0]
-        moved = before.differences(full, self._shown.moved) if is_due else []
+        moved = before.differences(full, self._shown.moved, self._grown) if is_due else []
         self._portraits = quick, full
         what = None
         if moved and self._gives_others():
@@ -215,7 +227,8 @@ class Fingerprint:
 
     def _surely(self, before: Portrait, now: Portrait) -> list[str]:
         """Return what is another, and decides samples whatever those that are known show."""
-        found = before.differences(now, self._shown.moved | before.doubtful | now.doubtful)
+        left_out = self._shown.moved | before.doubtful | now.doubtful
+        found = before.differences(now, left_out, self._grown)
         return found or [*self._shown.read.intersection(before.differences(now, set()))]
 
     def _gives_others(self) -> bool:
@@ -266,9 +279,9 @@ class Fingerprint:
                 # Nothing is reused by another run, rather than something that may be another's.
                 digest.update(os.urandom(16))
                 self._prints = {}
-        left_out = self._shown.moved | doubtful
+        left_out = self._shown.moved | doubtful | self._grown
         prints = self._portraits[1].prints.items()
-        lasting = [(path, value) for path, value in prints if not is_below(path, left_out)]
+        lasting = [p for p in prints if p[0] in self._edited or not is_below(p[0], left_out)]
         together = self._seen[1].together if self._seen is not None and doubtful else None
         seen = lasting, list(self._prints.items()), together
         digest.update(repr(seen).encode("utf-8", "replace"))
@@ -288,6 +301,7 @@ class Fingerprint:
         ):
             seen = seen._replace(together=None)  # the collate function draws
         self._shown, self._seen = seen, (indices, seen)
+        self._grown |= seen.grown
         self._prints = dict(zip(indices, seen.prints, strict=True))
 
 

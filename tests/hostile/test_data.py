@@ -175,13 +175,17 @@ def test_what_the_collate_function_does_is_obeyed(run, make):
     changing(run, rows(), change, collate_fn=collate)
 
 
-@hostile(limit="What loading itself moves (counters, caches, open files) does not count")
-def test_what_a_data_set_has_kept_is_written(run):
-    def change(loader):
-        for x, _ in loader.dataset.kept.values():
-            x.mul_(-2)
+@hostile(served=True)
+def test_persistent_workers_see_what_is_written_to_shared_memory(run):
+    data = Pairs()
+    data.x.share_memory_()
+    kwargs = {"num_workers": 1, "persistent_workers": True}
+    changing(run, data, lambda loader: loader.dataset.x.mul_(2), **kwargs)
 
-    changing(run, keeping(), change, at=2)
+
+@hostile
+def test_what_a_data_set_has_kept_is_written(run):
+    changing(run, keeping(), lambda loader: loader.dataset.kept[5][0].mul_(-2), at=2)
 
 
 def drawn_anew(data, model, epoch):
