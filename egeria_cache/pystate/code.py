@@ -84,6 +84,8 @@ class Code:
     unread: Mapping[Any, Any] = field(default_factory=dict)
     """What of this decides nothing: by id of a cell or a container, or (id of globals, of a class
     or of an object, name)."""
+    given: Sequence[Any] = ()
+    """What a call is given to be run, and what that is bound to."""
 
     def names_in(self, function: types.FunctionType) -> Names:
         """Return the names in one of its functions, as far as that counts."""
@@ -99,6 +101,7 @@ class Code:
         found = [(name, scope.get(name)) for (_, name), scope in self.globals.items()]
         found += ((f"{one.__qualname__}.{name}", in_class(one, name)) for one, name in self.named)
         found += (("", cell.cell_contents) for cell in self.cells)
+        found += (("", one) for one in self.given)
         for name, value in found:
             total.update(name.encode() + self._describe(value))
         return total.hexdigest()
@@ -201,17 +204,21 @@ def reached(
     unread: Mapping[Any, Any] = types.MappingProxyType({}),
     until: Mapping[types.CodeType, int] = types.MappingProxyType({}),
     forwards: Mapping[int, Any] = types.MappingProxyType({}),
+    given: Iterable[Any] = (),
 ) -> Code:
     """Follow the forwards of these modules, and what else is run: hooks, what modules hold.
 
-    `forwards` has, by id of a module, what its forward is where that is not what is found there.
+    `forwards` has, by id of a module, what its forward is where that is not what is found there;
+    `given` what a call brings.
     """
     modules = list(modules)
     inside = frozenset(id(one) for module in modules for one in module.modules())
-    code, seen = Code(unread=unread, until=until, inside=inside), dict[Any, type | None]()
+    bound = [part for one in given for part in (parts_of(one) or [one])]
+    code = Code(unread=unread, until=until, inside=inside, given=bound)
+    seen = dict[Any, type | None]()
     pending = [entered for module in modules for entered in _entered(module, forwards)]
-    given, before = list(functions), None
-    code.found = {(id(one), None): one for one in given}
+    entered, before = [*functions, *given, *bound], None
+    code.found = {(id(one), None): one for one in entered}
     code.libraries = {id(one): one for one in (builtins, Tensor)}
     while before != (code.names, len(code.found), len(code.whole)):  # what is run depends on all
         before = code.names, len(code.found), len(code.whole)
@@ -230,7 +237,7 @@ def reached(
         code.found |= {(id(f), None): f for f in theirs if isinstance(f, types.FunctionType)}
     code.globals = {place: s for place, s in code.globals.items() if place not in unread}
     code.cells = [cell for cell in code.cells if id(cell) not in unread]
-    held = (_kind(one) for other in given for one in found_in(other) if has_settings(one))
+    held = (_kind(one) for other in entered for one in found_in(other) if has_settings(one))
     kinds = (*map(type, modules), *(kind for kind in held if not is_installed(kind)))
     owners = dict.fromkeys((*kinds, *filter(None, seen.values())))
     code.named = [(one, name) for one in owners for name in code.read_of(one, code.names_of(one))]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import marshal
+import random
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ _MADE_IN_PYTHON = 1 << 9
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device,
            torch.Size, enum.Enum)  # fmt: skip
 _MAX_TEXTS = 20_000
-_BY_NAME = (ModuleType, nn.Module, FunctionType, MethodType)
+_BY_NAME = (ModuleType, nn.Module, FunctionType, MethodType, random.SystemRandom)
 
 
 def digest(value: Any) -> str:

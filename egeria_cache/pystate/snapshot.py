@@ -143,7 +143,10 @@ class Snapshot:
             since: What they were like then; by default when they were remembered.
         """
         found = self.moved(self._kept if since is None else since, self.now(of), wholly=True)
-        return {one.mark: one for one in found if id(one.where) not in self.apart}
+        marked = {one.mark: one for one in found if id(one.where) not in self.apart}
+        for one in marked.values():  # a run to come may put more into it
+            one.twice = Copier()(one.twice)
+        return marked
 
     def _lent(self, place: Place, kept: Any) -> Any:
         """Return it with copies of what cannot be set back."""

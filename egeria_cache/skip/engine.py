@@ -916,7 +916,7 @@ class SkipEngine:
         inner = (module for module in modules if module is not self.model)
         functions = [*hooks_of(inner), *plan.stored()]
         beneath = {id(self.model): self._attached and self._attached.__wrapped__}
-        code = reached(modules, functions, plan.unread, plan.until, beneath)
+        code = reached(modules, functions, plan.unread, plan.until, beneath, plan.given)
         plan.beside = code.others
         tensors, skipped, around = prefix_tensors(plan), plan.skipped_modules(), plan.around()
         plan.guard = PrefixGuard(tensors, skipped, around, code, by_content=True)

@@ -131,6 +131,10 @@ def set_scale(at, k):
     at.scale = k
 
 
+def set_gradient(at, k):
+    at.grad = tensor_of(k)
+
+
 def put_in_environment(at, k):
     os.environ["HOSTILE_SCALE"] = str(k)
 
@@ -227,6 +231,13 @@ ELSEWHERE = {
     "the environment": (
         shared(None, put_in_environment), lambda at: float(os.environ["HOSTILE_SCALE"]),
         put_in_environment,
+    ),
+    "a gradient": (
+        lambda k: shared(torch.zeros(1), set_gradient)(k), lambda at: at.grad, set_gradient,
+    ),
+    "a lock": (
+        lambda k: threading.Lock(), lambda at: 1.0 + at.locked(),
+        lambda at, k: k > 1 and at.acquire(blocking=False),
     ),
     "a class": (of_class(lambda: One), scale, lambda at, k: set_scale(One, k)),
     "an object's class": (of_class(One), scale, lambda at, k: set_scale(One, k)),

@@ -479,13 +479,21 @@ def test_a_hook_that_looks_on_and_is_made_again_for_each_batch_is_the_same(run):
     run.see(torch.stack(means))
 
 
+class Counting:
+    calls = 0
+
+    def __call__(self, *_):
+        self.calls += 1
+
+
 KEPT = {"some": torch.relu, "all": torch.neg, "places": lambda out: out.argmax(-1)}
 
 
-@hostile(over=KEPT, silent=True)
+@hostile(over=KEPT, served=True, silent=True)
 def test_features_that_hooks_keep_are_no_change_of_the_front(run, kept):
     model, found = run.freeze(Net()), {}
     for part in ("early", "middle", "late"):
-        keep = lambda m, a, out, part=part: found.__setitem__(part, kept(out))  # noqa: E731
+        keep = lambda m, a, out, part=part: found.setdefault(part, []).append(kept(out))  # noqa: E731
         model.get_submodule(part).register_forward_hook(keep)
-    run.fit(model, run.loader(rows()), 3)
+    model.early.register_forward_hook(Counting())
+    run.fit(model, run.loader(rows()), 3, each_epoch=lambda _: found.clear())

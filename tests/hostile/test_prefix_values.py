@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import random
 import threading
 import types
 import weakref
@@ -24,6 +25,7 @@ from tests.hostile.places import (
     TABLE,
     Config,
     One,
+    call,
     cell,
     of_class,
     scale,
@@ -741,7 +743,10 @@ def late():
     return net(forward=lambda m, x, given: m.back(m.front(x) * given))
 
 
-INSIDE = ("an object", "an array", "a table", "a list", "a tensor", "a tensor past its version")
+INSIDE = (
+    "a closure", "an object", "an array", "a table", "a list", "a tensor",
+    "a tensor past its version",
+)  # fmt: skip
 
 
 @hostile(over={kind: HELD[kind] for kind in INSIDE}, cases=3)
@@ -758,6 +763,7 @@ def given(values):
     return numbered(lambda m, x, y, step: cross_entropy(lambda x: m(x, values(step)), (x, y)))
 
 
+CELLS, ONE, SYSTEM = (cell(1.0), cell(2.0)), One(), random.SystemRandom()
 ANOTHER = {
     "a new object in the place of one that is gone": (
         scale, lambda step: Config(1.0 if step < 6 else 2.0),
@@ -765,6 +771,7 @@ ANOTHER = {
     "a schedule": (float, lambda step: 1.0 + 0.1 * step),
     "a number that decides from a threshold on": (lambda k: 1.0 + (k > 6), lambda step: step),
     "there or not": (lambda t: 1.0 + (t is None), lambda step: torch.ones(1) if step > 8 else None),
+    "code of one name": (call, lambda step: CELLS[step > 5]),
     "a word that is asked for": (lambda task: 1.0 + (task == "b"), lambda step: "acb"[step % 3]),
 }  # fmt: skip
 
@@ -779,6 +786,8 @@ NO_OTHER_FRONT = {
     "a schedule of the head": (late, lambda step: 1.0 + 0.1 * step),
     "as a tensor": (late, lambda step: torch.tensor(1.0 + 0.1 * step)),
     "a flag of the front that alternates": (early, lambda step: float(1 + step % 2)),
+    "a method that is bound anew": (lambda: early(call), lambda step: ONE.__call__),
+    "the system's generator": (lambda: early(lambda r: 1.0 + r.random() // 1), lambda _: SYSTEM),
 }
 
 

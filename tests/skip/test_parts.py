@@ -144,6 +144,9 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8,
 def test_a_write_through_data_is_noticed_among_tensors_of_all_kinds(dtype):
     tensors = [torch.zeros(33, dtype=kind) for kind in KINDS for _ in range(3)]
     tensors.append(torch.quantize_per_tensor(torch.zeros(33), 0.1, 0, torch.qint8))
+    ones = torch.ones(3)
+    tensors.append(torch.quantize_per_channel(torch.zeros(3, 3), ones, 0 * ones, 0, torch.qint8))
+    tensors += [conjugated := torch.zeros(3, dtype=torch.complex64).conj(), conjugated.imag]
     probe = ContentProbe(tensors)
     assert not probe.changed()
     tensors[3 * KINDS.index(dtype) + 1].data.fill_(1)

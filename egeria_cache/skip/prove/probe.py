@@ -343,14 +343,17 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
     Of arguments numbers, strings, and tensors that no loader vouches for: boxes, say, for the loss
     alone, or what is passed on to every layer and read by none. Another value that changes nothing
     would not do: `if epoch > 10`. And numbers of modules that are not skipped (an epoch, a schedule
-    of the head's) which are read before the boundary returns.
+    of the head's) which are read before the boundary returns. Code that it is given and runs is its
+    own.
     """
     leaves, tagged = traced.call.leaves, traced.call.tagged
+    code = {i for i, leaf in enumerate(leaves) if callable(leaf) and not isinstance(leaf, type)}
     found: list[Any] = [
         i
         for i, leaf in enumerate(leaves)
-        if type(leaf) in (int, float, str) or (isinstance(leaf, Tensor) and i not in tagged)
-    ]
+        if i in code or type(leaf) in (int, float, str)
+        or (isinstance(leaf, Tensor) and i not in tagged)
+    ]  # fmt: skip
     trace = traced.trace
     if not (trace.is_blind or trace.branches):  # else a value may decide it
         named = ((module, key) for _, module, keys in plan.around() for key in keys)
@@ -360,7 +363,8 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
         if known is not None and not _is_same_without(traced, plan, known, found):
             apart = found if len(found) > 1 else []
             found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
-    plan.free = frozenset(one for one in found if type(one) is int)
+    plan.free = frozenset(one for one in found if type(one) is int) - code
+    plan.given = [leaves[i] for i in sorted(code.difference(found))]
     numbers = [
         one for one in found if type(one) is tuple and (id(one[0]), one[1]) not in trace.really
     ]
@@ -401,7 +405,8 @@ def _unreadable(kind: type) -> Any:
     def goes_on(self: Any, *others: Any) -> Any:
         return self if all(isinstance(one, int | float) for one in others) else refuse()
 
-    asked = {name: refuse for name in dir(kind) if name not in placeholder.OF_EVERY_OBJECT}
+    own = (name for name in dir(kind) if name not in placeholder.OF_EVERY_OBJECT)
+    asked = {name: refuse for name in own if callable(getattr(kind, name, None))}
     asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
     return type(
         "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}

@@ -33,7 +33,7 @@ from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.replay import PrefixDone, PrefixRun
 from egeria_cache.skip.serve.trace import PrefixTrace, known_tensors, leaves_behind
 from egeria_cache.skip.state.surroundings import Surroundings
-from egeria_cache.skip.state.watch import OF_EVERY_MODULE
+from egeria_cache.skip.state.watch import HOOKS, OF_EVERY_MODULE
 
 _FEW = 3
 """Rows of a run that shows what does not depend on their number."""
@@ -57,7 +57,7 @@ def rest(size: int) -> list[int]:
     return list(range(size)) if size <= 3 else list(range(size - len(another(size))))[::-1]
 
 
-_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward"})
+_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward", *HOOKS})
 Held = dict[Any, Content]
 """What modules hold, by (module, attribute), and words outside of the model, by place."""
 

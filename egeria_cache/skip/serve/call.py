@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -373,15 +373,20 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Itself:
-    """An object that is told from all others. It is kept: another one could have its place."""
+    """An object that is told from all others; a method by what it is bound to. It is kept: another
+    one could have its place.
+    """
 
     one: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.one is other.one
+        is_bound = isinstance(other, _Itself) and type(self.one) is type(other.one) is MethodType
+        return isinstance(other, _Itself) and (
+            self.one is other.one or (is_bound and self.one == other.one)
+        )
 
     def __hash__(self) -> int:
-        return id(self.one)
+        return hash(self.one) if type(self.one) is MethodType else id(self.one)
 
 
 def _untagged(leaves: list[Any]) -> str:

@@ -82,6 +82,8 @@ class ReplayPlan:
     """Whether the prefix draws random numbers (to no effect on what is cached)."""
     free: frozenset[int] = frozenset()
     """Positions of plain arguments that the prefix does not use: any value of the kind fits."""
+    given: list[Any] = field(default_factory=list)
+    """Code among the arguments that the prefix runs."""
     numbers: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attributes of modules that are not skipped, of which the prefix uses no value: any number
     fits."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ _SMALL_BYTES = 1 << 15
 _MAX_DEPTH = 12
 """Containers, and objects of the user's; others count for three."""
 TABLES = dict, MappingProxyType
+_LOCKS = type(threading.Lock())
 NOTHING = object()
 Modules = list[tuple[str, nn.Module]]
 """(name, module)"""
@@ -108,7 +110,7 @@ class Layout:
         self.lay_out(name, module, vars(module))
         self.live += ((name, vars(module)[slot]) for slot in _SLOTS)
         for key, tensor in _own_tensors(module):
-            self._look_at_read(f"{name}.{key}", tensor, vars(tensor))
+            self._look_at_read(f"{name}.{key}", tensor, _beside(tensor))
         self.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in HOOKS)
         for key, value in watched_attributes(module).items():
             self._look_at_held(f"{name}.{key}", value)
@@ -150,6 +152,8 @@ class Layout:
         for cell in code.cells:
             self.looks.append(("a closure", partial(_content, cell)))
             self.look_at_named("a closure", _content(cell))
+        for one in code.given:
+            self.look_at_named("what a call is given", one)
         for function in code.functions.values():
             if held := pystate.attributes_held(function):
                 self.look_into(function.__qualname__, held)
@@ -216,7 +220,7 @@ class Layout:
     def _look_inside(self, where: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append((where, value))
-            self._look_at_read(where, value, vars(value))
+            self._look_at_read(where, value, _beside(value))
         elif isinstance(value, np.ndarray):
             self.looks.append((where, _array_look(value)))
         elif isinstance(value, LEADS):
@@ -225,15 +229,19 @@ class Layout:
         elif pystate.outside_state(value) is not None:
             self.looks.append((where, partial(pystate.outside_state, value)))
         elif isinstance(value, (*TABLES, list, tuple, set, deque)):
+            items = values_of(value)
             if isinstance(value, TABLES):
-                self.looks.append((where, partial(tuple, value)))
+                marks = (mark for mark in self._apart if isinstance(mark, tuple))
+                apart = {key for holder, key in marks if holder == id(value)}
+                keys_of = partial(_keys_but, apart) if apart else tuple
+                self.looks.append((where, partial(keys_of, value)))
+                items = chain.from_iterable(pair for pair in value.items() if pair[0] not in apart)
             if isinstance(value, dict):
                 self.lay_out(where, value, value)
             elif not isinstance(value, tuple):
                 self.live.append((where, value))
             self._num += len(value)
-            keys = list(value) if isinstance(value, TABLES) else ()
-            for item in [*keys, *values_of(value)]:
+            for item in items:
                 self.look_into(where, item)
         elif isinstance(value, MethodType | BuiltinMethodType | partial):
             for part in gc.get_referents(value):
@@ -243,6 +251,9 @@ class Layout:
             for part in chain(kept, *(one.values() for one in kept if isinstance(one, dict))):
                 if isinstance(part, Tensor | np.ndarray) or pystate.has_settings(part):
                     self.look_into(where, part)
+        elif isinstance(value, _LOCKS):
+            if "locked" in self._code.names:
+                self.looks.append((where, value.locked))
         elif isinstance(value, nn.Module):
             self._look_around(where, value)
         elif isinstance(value, ModuleType | type | FunctionType):
@@ -307,8 +318,16 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(key, tensor) for key, tensor in both if tensor is not None]
 
 
+def _beside(tensor: Tensor) -> dict[str, Any]:
+    return ({"grad": tensor.grad} if tensor.is_leaf else {}) | vars(tensor)
+
+
 def _kind_of_child(own: Mapping[str, Any], key: str) -> Any:
     return type(own["_modules"].get(key))
+
+
+def _keys_but(apart: set[Any], table: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(key for key in table if key not in apart)
 
 
 def values_of(container: Any) -> Any:
@@ -367,6 +386,8 @@ def _first(places: Sequence[Any], key: str) -> Any:
 
 
 def _attribute(value: Any, key: str) -> Any:
+    if key == "grad" and isinstance(value, Tensor):
+        return value.grad
     own = own_dict(value)
     return own[key] if own and key in own else own_slots(value).get(key)
 
