@@ -94,6 +94,8 @@ class Portrait(Snapshot):
         self._is_thorough = thorough
         self._bytes_left = content.THOROUGH_BYTES
         self._paths: dict[int, str] = {}
+        self._met_again = list[tuple[str, str]]()
+        """(path, another path to the same)."""
         self._codes, self._held_methods = list[types.CodeType](), set[int]()
         """Code that was met, and ids of that which is met in another place as well."""
         self._names = set[str]()
@@ -146,6 +148,7 @@ class Portrait(Snapshot):
         if isinstance(value, types.FunctionType):
             self._held_methods.add(id(value.__code__))
         known = self._paths.get(id(value), path)
+        self._met_again.append((known, path))
         if known != path and path not in self._told:
             plain = None if content.is_long(value) else content.plain_print(value)
             self._note(path, f"as {known}" if plain is None else plain)
@@ -214,10 +217,16 @@ class Portrait(Snapshot):
         run = {name for name in methods if name.startswith("__") and name != "__init__"}
         others = (code for code in self._codes if id(code) not in ids)
         named = _named(run.union(*(names_in(code).all for code in others)), kinds)
-        for path, value in self._data_sets:
-            if not is_installed(type(value)):
-                unnamed = own_attributes(value).keys() - named
-                self.doubtful.update(f"{path}.{name}" for name in unnamed)
+        unnamed = {
+            f"{path}.{name}"
+            for path, value in self._data_sets
+            if not is_installed(type(value))
+            for name in own_attributes(value).keys() - named
+        }
+        # What else leads there may be read.
+        again = self._met_again if unnamed else ()
+        read = {one for one, other in again if not is_below(other, unnamed)}
+        self.doubtful |= {path for path in unnamed if not any(is_below(p, {path}) for p in read)}
 
     def _keep(self, place: Place) -> list[tuple[str, Any]]:
         """Note what the place holds by name; return what else it holds."""
