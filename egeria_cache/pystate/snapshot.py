@@ -133,16 +133,13 @@ class Snapshot:
                     if part.has_gone_on():
                         yield part
 
-    def moved_whole(
-        self, of: Callable[[Any], Any], since: list[Any] | None = None
-    ) -> dict[Any, Moved]:
-        """Return what has moved, every part of it, with all that is put ahead with it.
+    def moved_whole(self, of: Callable[[Any], Any]) -> dict[Any, Moved]:
+        """Return what has moved since, every part of it, with all that is put ahead with it.
 
         Args:
             of: Returns the copy that was run of what was copied, else the thing itself.
-            since: What they were like then; by default when they were remembered.
         """
-        found = self.moved(self._kept if since is None else since, self.now(of), wholly=True)
+        found = self.moved(self._kept, self.now(of), wholly=True)
         marked = {one.mark: one for one in found if id(one.where) not in self.apart}
         for one in marked.values():  # a run to come may put more into it
             one.twice = Copier()(one.twice)

@@ -221,17 +221,17 @@ class Repeats:
         own = ((vars(copied.of(mark[0])), mark[1]) for mark in moved(before, settled)
                if copied.of(mark[0]) is not mark[0])  # fmt: skip
         self._kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
-        once, then = self._kept.now(), world.now(copied.of)
-        outside = then, world.now(), dict(copied.context)
+        once = self._kept.now()
+        outside = world.now(copied.of), world.now(), dict(copied.context)
         self.again = traced.recompute(self.first.rows, copied=copied, goes_on=True)
         self._counted = list(self._kept.moved(once, self._kept.now()))
         """What the second run has moved on the copy, as far as that can be put ahead."""
-        self._again_outside = world.moved_whole(copied.of, then)
+        self._later_outside = [world.moved_whole(copied.of)]
         self._outside = list(self._moved_outside(*outside))
         again = traced.held_by(copied)
         self._counting = moved(settled, again)
         self.last = traced.recompute(rest(traced.size), copied=copied)
-        self._again_outside |= world.moved_whole(copied.of, then)  # no memo
+        self._later_outside.append(world.moved_whole(copied.of))
         later = traced.held_by(copied)
         self._of_others = moved(again, later)
         """Whether other rows leave other tensors there, and not new ones."""
@@ -302,7 +302,12 @@ class Repeats:
                 plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         # What its first run works out, and no other one moves, is no count; nor is what hits move
         # otherwise than the whole model.
-        memos = self._once_outside.keys() - self._again_outside.keys()
+        once, later = self._once_outside.items(), self._later_outside
+        memos = {
+            m
+            for m, one in once
+            if all(m in each and same_content(one.twice, each[m].twice) for each in later)
+        }
         found, replayed = self._traced.outside, self._traced.replayed
         marks = [mark for mark in found.keys() - memos if mark in replayed]
         counted = [found[m] for m in marks if same_content(found[m].twice, replayed[m].twice)]
