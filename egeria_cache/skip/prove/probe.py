@@ -214,8 +214,8 @@ class _ProbeRun(ReplayRun):
         self.own.clear()
         return instead
 
-    def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.plan.steps[index]
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index, step = self.position, self.plan.steps[self.position]
         if step.run:
             given = placeholders((args, kwargs))
             if given and has_user_hooks_inside(step.module):  # somebody reads what goes on inside

@@ -212,10 +212,6 @@ class ReplayPlan:
             kept += [own[name] for name in names if name in own]
         return [*kept, *(vars(one) for one in self.operators.values())]
 
-    def surrounds(self, module: nn.Module) -> bool:
-        """Whether the boundary is called from within `module`, which may be a step as well."""
-        return any(module is ancestor for ancestor in self.ancestors)
-
     def unexpected(self, module: nn.Module, step: StepPlan) -> str:
         """Say that another module ran than the one of this step."""
         return f"{self.names[id(module)]!r} ran where {step.name!r} was expected"

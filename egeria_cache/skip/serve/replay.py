@@ -37,7 +37,9 @@ class PrefixDone(BaseException):
 
 
 class PrefixRun:
-    """Handler for a forward that computes the prefix, step by step.
+    """Handler for a forward that goes through the prefix step by step.
+
+    What runs within a step is the step's own, and what another thread runs is let be.
 
     Args:
         steps: The calls that it consists of, in order; each knows its module.
@@ -45,33 +47,43 @@ class PrefixRun:
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
 
-    deviation: str | None = None
-    """What was not as it is known, if anything."""
-
     def __init__(self, steps: Sequence[Any], around: Iterable[nn.Module], *, stop: bool) -> None:
         self.steps, self.stop, self._around = steps, stop, frozenset(map(id, around))
-        self.position, self._inside = 0, False
+        self.position, self._inside, self._thread = 0, False, get_ident()
 
     def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         """Handle one call of a module of the prefix."""
-        if self._inside or self.position == len(self.steps) or self.deviation:
+        is_over = self.position >= len(self.steps)
+        if self._inside or is_over or get_ident() != self._thread:
             return original(*args, **kwargs)
         step = self.steps[self.position]
         if step.module is not module:
             if id(module) not in self._around:
                 self.goes_astray(module, step)
             return original(*args, **kwargs)
-        self.begins(args, kwargs)
         self._inside = True
         try:
-            output = original(*args, **kwargs)
+            output = self.takes(step, original, args, kwargs)
         finally:
             self._inside = False
-        self.ends(step, output)
         self.position += 1
-        if self.position == len(self.steps) and self.stop:
-            raise PrefixDone
+        if self.position == len(self.steps):
+            self.returned(module)
         return output
+
+    def takes(
+        self, step: Any, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a step."""
+        self.begins(args, kwargs)
+        output = original(*args, **kwargs)
+        self.ends(step, output)
+        return output
+
+    def returned(self, module: nn.Module) -> None:
+        """The boundary has returned."""
+        if self.stop:
+            raise PrefixDone
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step is called with this."""
@@ -92,6 +104,8 @@ class CaptureRun(PrefixRun):
         stop: Leave the model by `PrefixDone` when the boundary has returned.
     """
 
+    deviation: str | None = None
+    """What was not as it is known, if anything."""
     rows: Rows | None = None
     """The cut's tensors as rows; None if the model took another way this time."""
 
@@ -133,7 +147,7 @@ class CaptureRun(PrefixRun):
                 self._deviate(f"{step.name!r} returned {leaf!r} where it gave {known!r}")
 
     def _deviate(self, how: str) -> None:
-        self.deviation, self.rows = self.deviation or how, None
+        self.deviation, self.rows, self.position = self.deviation or how, None, len(self.steps)
         if self.stop:
             raise BoundaryError.another_way(self.plan.boundary, how)
 
@@ -142,8 +156,8 @@ _MAX_SIZES = 16
 """Sizes of batches that a plan has a replay ready for."""
 
 
-class ReplayRun:
-    """Handler for a forward that enters at the cut: skipped modules return what is stored.
+class ReplayRun(PrefixRun):
+    """Enters at the cut: skipped modules return what is stored.
 
     Made once for all hits of one batch size. Nothing is left of a run but its placeholders, which
     have no content; making them anew cost more than calling the skipped modules.
@@ -153,10 +167,10 @@ class ReplayRun:
     """Whether it looks at what modules are called with."""
 
     def __init__(self, plan: ReplayPlan, batch_size: int, scene: Scene | None = None) -> None:
+        super().__init__(plan.steps, plan.ancestors, stop=False)
         self.plan = plan
         self.batch_size = batch_size
-        around = frozenset(map(id, plan.ancestors))
-        self.scene = scene or Scene(plan.names, around, is_hit=True, written=plan.written)
+        self.scene = scene or Scene(plan.names, self._around, is_hit=True, written=plan.written)
         self.modules = plan.modules
         self.cached = list[tuple[str, Slot, TensorSpec, tuple[int, ...] | None]]()
         for name, slot in plan.slots().items():
@@ -173,46 +187,34 @@ class ReplayRun:
     def begin(self, values: Mapping[Slot, Tensor]) -> None:
         """Enter with these values of the cached tensors."""
         self.values = values
-        self._position, self._inside, self._thread = 0, False, get_ident()
+        self.position, self._inside, self._thread = 0, False, get_ident()
         scene = self.scene
         scene.after_boundary = scene.finished = False
         for of_the_last in (scene.made, scene.left_out, scene.read, scene.stored):
             of_the_last.clear()
 
-    def __call__(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Handle one call of a module of the prefix."""
-        if self._inside or self.scene.after_boundary or get_ident() != self._thread:
-            return original(*args, **kwargs)
-        steps, index = self.plan.steps, self._position
-        step = steps[index]
-        if step.module is not module:
-            if self.plan.surrounds(module):
-                return original(*args, **kwargs)
-            how = self.plan.unexpected(module, step)
-            another = BoundaryError.another_way(self.plan.boundary, how)
-            if not self.scene.settle(another):
-                raise another
-            return original(*args, **kwargs)
-        if self.looks:
-            self.looking(index, args, kwargs)
-        if step.run:
-            self._inside = True
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                self._inside = False
-        else:
-            output = self._leave_out(step, original, args, kwargs)
-        self._position += 1
-        if self._position == len(steps):
-            self.scene.after_boundary, guard = True, self.plan.guard
-            if guard is not None and guard.has_hooks:
-                when_returned(module, self.plan.returned)
-        return output
+    def goes_astray(self, module: nn.Module, step: StepPlan) -> None:
+        """Compute what was left out."""
+        how = self.plan.unexpected(module, step)
+        another = BoundaryError.another_way(self.plan.boundary, how)
+        if not self.scene.settle(another):
+            raise another
 
-    def _leave_out(self, step: StepPlan, original: Forward, args: Any, kwargs: Any) -> Any:
-        """Return what stands for a step's output: stored values and constants, or placeholders."""
-        plan, scene, index = self.plan, self.scene, self._position
+    def returned(self, module: nn.Module) -> None:
+        """What runs from now on is active."""
+        self.scene.after_boundary, guard = True, self.plan.guard
+        if guard is not None and guard.has_hooks:
+            when_returned(module, self.plan.returned)
+
+    def takes(
+        self, step: StepPlan, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what stands for its output: stored values and constants, or placeholders."""
+        plan, scene, index = self.plan, self.scene, self.position
+        if self.looks:
+            self.begins(args, kwargs)
+        if step.run or scene.why is not None:
+            return original(*args, **kwargs)
         stand_ins, gives = self._leaves.get(index) or self._stand_ins(index)
         cast = autocast_modes() if torch._C._is_any_autocast_enabled() else ()
         modes = torch.is_grad_enabled(), cast
@@ -233,9 +235,6 @@ class ReplayRun:
             if j in step.cached:
                 scene.stored.append((stand_ins[j].mark, leaves[j]))
         return leaves[0] if step.single else tree_unflatten(leaves, step.spec)
-
-    def looking(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at what a module is called with; a dry run does."""
 
     def input(self, position: int, leaf: Tensor) -> Tensor:
         """Return what the model is given for one of its inputs: a placeholder if that will do."""
