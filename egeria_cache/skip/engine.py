@@ -35,7 +35,7 @@ from egeria_cache.skip.serve.address import address, prefix_tensors
 from egeria_cache.skip.serve.call import WANTS_GRADIENT, Invocation
 from egeria_cache.skip.serve.compare import difference, gap, tolerance
 from egeria_cache.skip.serve.cut import Cut
-from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, awaits_proof, watched
+from egeria_cache.skip.serve.dynamic_shapes import MAX_WATCHED, watched
 from egeria_cache.skip.serve.placeholder import Escape
 from egeria_cache.skip.serve.plan import PlanCache, ReplayPlan
 from egeria_cache.skip.serve.replay import Rows
@@ -518,7 +518,7 @@ class SkipEngine:
             while True:
                 found = self._dry_run(self.boundary, call).run()
                 self._is_held = True
-                self._thaw.watch(self.model, self._held)
+                self._thaw.watch(self._held)
                 if not isinstance(found, BoundaryError) or not self._goes_earlier():
                     break
         except Exception as error:  # a signal of the user's came: a proof takes longer than a call
@@ -705,7 +705,7 @@ class SkipEngine:
                     self._dry_run(self.boundary, call).discover()
             self.host.note("proof", time.perf_counter() - started)
             self._is_held = True
-            self._thaw.watch(self.model, self._held)
+            self._thaw.watch(self._held)
 
     def is_beside(self) -> bool:
         """Whether the thread that trains, as far as is known, is there: it is not the caller's."""
@@ -743,7 +743,7 @@ class SkipEngine:
         if any(map(_is_training, self._held.modules.values())):
             self._held.put_back()  # trainers restore modes after a validation
         if any(map(_requires_grad, self._thaw.tensors)):
-            self._retreat(self._thaw.thawed())
+            self._retreat(self._thaw.thawed(self.model))
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
@@ -894,7 +894,7 @@ class SkipEngine:
             self._held.extend(step.module for step in plan.steps if not step.run)
         if name is not None:
             self._held.extend([self.model.get_submodule(name)])
-        self._thaw.watch(self.model, self._held)
+        self._thaw.watch(self._held)
         if name is None:
             self._announced.clear()
         elif self._compiled or is_compiled(self.model):
@@ -938,7 +938,7 @@ class SkipEngine:
             profile=plan.profile,
         )
         self._plans.add(plan)
-        self._thaw.watch(self.model, self._held, plan.reads)
+        self._thaw.watch(self._held, plan.reads)
         self._announce(plan, call)
         return plan.cut
 
@@ -952,11 +952,12 @@ class SkipEngine:
     def _awaits_proof(self, plan: ReplayPlan) -> bool:
         """Whether nothing shows yet that the loop leaves padding alone; say so if that lasts."""
         growth = plan.growth
-        if growth is None or self._padding_unread or not awaits_proof(growth):
+        if growth is None or self._padding_unread or not growth.proof.missing:
             return False
-        if growth.proof.num_watched >= MAX_WATCHED:
+        growth.proof.take_in()
+        if growth.proof.missing and growth.proof.num_watched >= MAX_WATCHED:
             self.host.unproved(PaddingError.unseen(plan.boundary))
-        return True
+        return growth.proof.missing > 0
 
     def _watched(self, plan: ReplayPlan, call: Invocation, output: Any) -> Any:
         if self._padding_unread or plan.growth is None:

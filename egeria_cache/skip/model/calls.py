@@ -42,12 +42,6 @@ Handler = Callable[..., Any]
 _MISSING = object()
 _compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _NUMBERS = itertools.count()
-# Not `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
-_OF_FUNCTIONS = frozenset(
-    f"__{name}__"
-    for name in ("code", "globals", "defaults", "kwdefaults", "closure", "name", "qualname",
-                 "annotations", "self", "signature", "type_params")
-)  # fmt: skip
 _ATTACHED: weakref.WeakValueDictionary[int, AttachedForward] = weakref.WeakValueDictionary()
 
 
@@ -319,8 +313,9 @@ class AttachedForward(ForwardSlot):
         return (self._forward if self._is_attached else self.plain)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Compilers that read a function instead of calling it (export) see the plain one.
-        if name not in _OF_FUNCTIONS:
+        # Compilers that read a function instead of calling it (export) see the plain one. Not its
+        # `__func__`: who wraps that one instead of us (Accelerate, for autocast) would lose us.
+        if name[:2] != "__" or name in ("__func__", "__wrapped__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__wrapped__, name)
 

@@ -199,27 +199,24 @@ class RequiresGradWatch:
     """Watches `requires_grad` of what is frozen: 40 ns a tensor and batch."""
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}
         self.tensors: list[Tensor] = []
         """Which are frozen, as far as is known."""
         self._thawed: list[Tensor] = []
         self._wait = self._num_still = 0
 
-    def watch(self, model: nn.Module, held: FrozenPrefix, reads: Iterable[Named] = ()) -> None:
+    def watch(self, held: FrozenPrefix, reads: Iterable[Named] = ()) -> None:
         """Watch the frozen parameters of all held modules, and what code around them reads."""
-        own = {id(tensor) for module in held for tensor in module._parameters.values()}
-        found: list[tuple[str, Tensor]] = [(name, tensor) for name, _, tensor in reads]
-        found += [(name, tensor) for name, tensor in model.named_parameters() if id(tensor) in own]
-        frozen = {id(tensor): tensor for _, tensor in found if not tensor.requires_grad}
-        self._names = {id(tensor): name for name, tensor in found}
-        self.tensors = list(frozen.values())
+        found = [tensor for *_, tensor in reads]
+        found += [one for module in held for one in module._parameters.values() if one is not None]
+        self.tensors = list({id(one): one for one in found if not one.requires_grad}.values())
 
-    def thawed(self) -> str:
+    def thawed(self, model: nn.Module) -> str:
         """Name one of them that is to be trained from now on; they are no longer watched then."""
         moved = [tensor for tensor in self.tensors if tensor.requires_grad]
         self.tensors = [tensor for tensor in self.tensors if not tensor.requires_grad]
         self.note(moved)
-        return self._names[id(moved[0])]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return names.get(id(moved[0]), "a tensor of the front")
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """These were thawed; they are watched no longer."""

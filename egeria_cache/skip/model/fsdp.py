@@ -33,10 +33,6 @@ from torch.utils.hooks import RemovableHandle
 from egeria_cache.attempt import Attempt
 from egeria_cache.errors import BatchError, BoundaryError
 
-_HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
 _PRIMES = (1, 3, 5, 7, 11, 13, 17, 19)
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key"
 _HOME = "torch.distributed.fsdp"
@@ -156,7 +152,8 @@ def make_local(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -
     }
     for real, copy in pairs:
         hooks = {**copy._forward_pre_hooks, **copy._forward_hooks}
-        for slot in _HOOKS if state_of(real) is not None else ():  # FSDP's own are left out
+        slots = [key for key in vars(copy) if key.startswith("_forward_") and "_hooks" in key]
+        for slot in slots if state_of(real) is not None else ():  # FSDP's own are left out
             kept = ((k, one) for k, one in vars(copy)[slot].items() if not is_fsdps(hooks[k]))
             vars(copy)[slot] = type(vars(copy)[slot])(kept)
         for cast in casts_of([real]):

@@ -70,12 +70,10 @@ class Layout:
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
         outer = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
-        names = {"[0]": "args", "[1]": "kwargs"}
         inside = {at: one.paths for at, _, one in self.opened}
         found = []
         for path, at in pytree.tree_flatten_with_path(outer)[0]:
-            text = pytree.keystr(path)
-            name = names[text[:3]] + text[3:]
+            name = path[0].get(("args", "kwargs")) + pytree.keystr(path[1:])
             found += [name + inner for inner in inside.get(at, ("",))]
         return found
 

@@ -31,7 +31,8 @@ class Proof:
     """Whether the loss reads what a model gives where its batch is padded: see `watched`."""
 
     missing: float = 0.0
-    """What gradients have yet to show, in computed calls: none comes from padding."""
+    """What gradients have yet to show, in computed calls: none comes from padding. Nothing shows it
+    where no gradient is recorded; what was proved in training holds there as well."""
     num_watched: int = 0
     """Calls whose gradient was waited for, or could have been, since one has shown something."""
     seen: list[float] = field(default_factory=list)
@@ -135,17 +136,6 @@ _AGAIN_EVERY = 8
 """Calls after which it is looked again."""
 NEGLIGIBLE = 1e-8
 """Of the largest gradient."""
-
-
-def awaits_proof(growth: DynamicShapes) -> bool:
-    """Whether a call has to be computed plainly: nothing shows yet that the loss reads no padding.
-
-    Nor does anything show it where no gradient is recorded; what was proved in training holds there
-    as well.
-    """
-    if growth.proof.missing:
-        growth.proof.take_in()
-    return growth.proof.missing > 0
 
 
 def watched(growth: DynamicShapes, call: Invocation, output: Any, found: Callable[[], None]) -> Any:
