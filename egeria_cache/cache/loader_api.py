@@ -159,13 +159,7 @@ class LoaderApi(EngineCallbacks):
         """
         source.study.load_together(why)
         self.together[source.key] = why
-        self.padding_found(source.key)
-
-    def padding_found(self, loader_name: str) -> None:
-        """The loader's samples are padded, or have less as their own than was known: what is stored
-        is void, and stored anew.
-        """
-        self.open_again(loader_name, unlink=True)
+        self.open_again(source.key, unlink=True)
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""

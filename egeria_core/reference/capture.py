@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from egeria_cache import FrozenPrefix
 from egeria_cache.device import runs_late, to_host
@@ -53,10 +53,11 @@ class Probe:
     """Rows kept of the batch it was taken from."""
 
     def mapped(self, function: Callable[[Any], Any]) -> Probe:
-        """Return the probe with a function of each leaf of the arguments."""
-        arguments = [tree_map(function, (call.args, call.kwargs)) for call in self.calls]
-        pairs = zip(self.calls, arguments, strict=True)
-        calls = [replace(call, args=args, kwargs=kwargs) for call, (args, kwargs) in pairs]
+        """Return the probe with a function of each tensor of the arguments."""
+        calls = []
+        for call in self.calls:
+            args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
+            calls.append(replace(call, args=args, kwargs=kwargs))
         return replace(self, calls=calls)
 
 

@@ -102,7 +102,7 @@ class ActivationMeter(Meter):
         if judge or refresh:
             modules, device = self._modules(probe), device_of(self._model)
             if runs_late(device):
-                probe = probe.mapped(lambda x: to_host(x) if isinstance(x, Tensor) else x)
+                probe = probe.mapped(to_host)
             item = InputItem(step, frozen, probe, judge, refresh, copy_weights(modules))
             item.modules = self._structure(modules) if new else None
             item.distance, item.ready = self.distance, mark(device)

@@ -110,9 +110,7 @@ def in_fp32(probe: Probe) -> Probe:
     Always a copy: the layer may begin with an in-place operation, and calls are run again.
     """
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def convert(leaf: Tensor) -> Tensor:
         return leaf.to(torch.float32 if leaf.is_floating_point() else leaf.dtype, copy=True)
 
     return probe.mapped(convert)
