@@ -21,6 +21,7 @@ from egeria_cache.skip.prove.model_copy import ModelCopy, trainable
 from egeria_cache.skip.prove.probe import Prober
 from egeria_cache.skip.prove.purity import Repeats, is_left_otherwise, same_parts
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, moved
+from egeria_cache.skip.serve.address import prefix_tensors
 from egeria_cache.skip.serve.call import PLAIN
 from egeria_cache.skip.serve.compare import coarseness, difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import Slot, Step, StepPlan, TensorSpec
@@ -146,9 +147,8 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed], coarsest: float) ->
     for i, (record, spec) in enumerate(zip(traced.steps, traced.specs, strict=True)):
         name, leaves = traced.names[id(record.module)], traced.plain.leaves[i]
         if any(len(leaves) != len(part.leaves[i]) for part in parts):
-            raise BoundaryError.another_way(
-                traced.boundary, f"{name!r} returns another structure for another batch"
-            )
+            how = f"{name!r} returns another structure for another batch"
+            raise BoundaryError.another_way(traced.boundary, how)
         described = [
             _describe(traced, name, a, coarsest, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves)
@@ -237,18 +237,16 @@ def _check_replay(traced: TracedBatch, plan: ReplayPlan) -> dict[str, Tensor]:
 
 def _replayed(traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor]) -> list[Any]:
     """Return the leaves of what a replay brings; it must write and draw what the plain run did."""
-    values: dict[Slot, Tensor] = {}
+    specs = {name: (slot, plan.tensor_spec(slot)) for name, slot in plan.slots().items()}
     with torch.inference_mode(False), torch.no_grad():
-        for name, slot in plan.slots().items():
-            values[slot] = plan.tensor_spec(slot).from_rows(rows[name].clone())
-    constants = [step.constants for step in plan.steps]
-    for step in plan.steps:
-        step.constants = {j: value.clone() for j, value in step.constants.items()}
-    given = [*values.values(), *(t for step in plan.steps for t in step.constants.values())]
-    contents = [tensor.clone() for tensor in given]
-    plan.copies = False
-    copied = traced.copies.fresh()
-    run = ReplayRun(plan, traced.size, copied.scene(plan))
+        values = {slot: spec.from_rows(rows[name].clone()) for name, (slot, spec) in specs.items()}
+    steps = [
+        replace(step, constants={j: value.clone() for j, value in step.constants.items()})
+        for step in plan.steps
+    ]
+    given = [*values.values(), *(t for step in steps for t in step.constants.values())]
+    contents, copied = [tensor.clone() for tensor in given], traced.copies.fresh()
+    run = ReplayRun(replace(plan, steps=steps, copies=False), traced.size, copied.scene(plan))
     run.begin(values)
     leaves, layout = traced.run(copied, run, run.input)
     if layout != traced.result[1]:
@@ -259,13 +257,10 @@ def _replayed(traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor])
     held, left = traced.held_by(copied), traced.left.items()
     traced.left = {k: pair for k, pair in left if is_left_otherwise(*pair, held.get(k))}
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
-    for step, kept in zip(plan.steps, constants, strict=True):
-        step.constants = kept
     _check_written(traced, plan, copied, moved(traced.held, held))
     if not after.equals(traced.after.generators):
-        raise BoundaryError.impure(
-            plan.boundary, "the prefix draws random numbers, so that later ones would differ"
-        )
+        how = "the prefix draws random numbers, so that later ones would differ"
+        raise BoundaryError.impure(plan.boundary, how)
     return leaves
 
 
@@ -275,22 +270,17 @@ def _check_written(
     """What the plain run writes to, a replay must write to; what the prefix reads, nothing may."""
     for position in traced.written:
         if not same_content(traced.given[position], copied.call.leaves[position]):
-            raise BoundaryError.impure(
-                plan.boundary,
-                f"the prefix writes to its input {traced.call.layout.paths()[position]}",
-            )
+            how = f"the prefix writes to its input {traced.call.layout.paths()[position]}"
+            raise BoundaryError.impure(plan.boundary, how)
     owned = (mark for mark in moved if isinstance(mark[0], nn.Module))
     written = traced.moved.keys() | {id(owner._buffers.get(key)) for owner, key in owned}
-    skipped = (module for _, module in plan.skipped_modules())
-    read = {id(t) for m in skipped for t in (*m._parameters.values(), *m._buffers.values())}
-    read.update(id(named[2]) for named in plan.reads)
+    read = {id(tensor) for *_, tensor in prefix_tensors(plan)}
     for name, _, tensor in traced.known:
         if id(tensor) in written & read:
             if isinstance(tensor, nn.Parameter):
                 raise BoundaryError.moves(plan.boundary, name)
-            raise BoundaryError.impure(
-                plan.boundary, f"the prefix reads {name!r}, which the model writes to after it"
-            )
+            how = f"the prefix reads {name!r}, which the model writes to after it"
+            raise BoundaryError.impure(plan.boundary, how)
 
 
 def _compare_outputs(traced: TracedBatch, outputs: Sequence[list[Any]], plan: ReplayPlan) -> None:
@@ -304,17 +294,16 @@ def _compare_outputs(traced: TracedBatch, outputs: Sequence[list[Any]], plan: Re
             if error <= tolerance(a, plan.coarsest) and all(is_same(b, c) for c in others):
                 continue
             if not others or a.shape != b.shape:
-                raise BoundaryError.not_proved(
-                    traced.boundary,
+                why = (
                     f"the output differs by {error:.3g}: something reaches the active part without "
-                    "being passed to it (an attribute, a global, a mutated input)",
                 )
+                why += "being passed to it (an attribute, a global, a mutated input)"
+                raise BoundaryError.not_proved(traced.boundary, why)
             axes[i] = padded_axis(traced, plan, (a, b, others[0]))
         elif not same_content(a, b):
             if len(expected) == 1:
-                raise BoundaryError.not_proved(
-                    traced.boundary, f"the output, a {type(a).__name__}, is not reproduced"
-                )
+                why = f"the output, a {type(a).__name__}, is not reproduced"
+                raise BoundaryError.not_proved(traced.boundary, why)
             opaque.add(i)
     plan.opaque_outputs = frozenset(opaque)
     if plan.growth is not None:
