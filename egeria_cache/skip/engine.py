@@ -909,7 +909,7 @@ class SkipEngine:
     # ---- plans ------------------------------------------------------------------------------
 
     @attempt.uncollected()
-    def _publish(self, plan: ReplayPlan, call: Invocation) -> Cut:
+    def _publish(self, plan: ReplayPlan, call: Invocation) -> None:
         modules = [*plan.ancestors, *(module for _, module in plan.skipped_modules())]
         # The model's own hooks, and what wraps its forward since, run around us: what they change,
         # the call comes with.
@@ -940,7 +940,6 @@ class SkipEngine:
         self._plans.add(plan)
         self._thaw.watch(self._held, plan.reads)
         self._announce(plan, call)
-        return plan.cut
 
     def _announce(self, plan: ReplayPlan, call: Invocation) -> None:
         """Tell the host of a cut once for every loader whose batches may enter there."""

@@ -103,7 +103,6 @@ class DryRun:
     def run(self) -> Proved | BoundaryError:
         """Return the plan, or the reason why there is none; the model is as it was before."""
         before = self._surroundings.now()
-        self._weights.looks_closely = True
         try:
             with Attempt() as tried:
                 (steps, around), copies = self.discover(), self._copies()

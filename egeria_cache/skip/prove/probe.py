@@ -357,6 +357,7 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
     trace = traced.trace
     if not (trace.is_blind or trace.branches):  # else a value may decide it
         named = ((module, key) for _, module, keys in plan.around() for key in keys)
+        named = (one for one in named if (id(one[0]), one[1]) not in trace.really)
         found += [one for one in named if type(vars(one[0]).get(one[1])) in (int, float)]
     for rows in ([0, traced.size - 1], list(range(traced.size))):
         known = traced.recompute(rows) if found else None
@@ -365,10 +366,8 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
             found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
     plan.free = frozenset(one for one in found if type(one) is int) - code
     plan.given = [leaves[i] for i in sorted(code.difference(found))]
-    numbers = [
-        one for one in found if type(one) is tuple and (id(one[0]), one[1]) not in trace.really
-    ]
-    plan.numbers, plan.attributes = numbers, plan.attributes - {(id(m), key) for m, key in numbers}
+    plan.numbers = [one for one in found if type(one) is tuple]
+    plan.attributes -= {(id(module), key) for module, key in plan.numbers}
     for position in plan.free & plan.pinned.keys():
         del plan.pinned[position]
 
