@@ -101,11 +101,12 @@ class ActivationCache:
             raise ValueError(f"{type(inner_model(model)).__name__} has no method {method!r}")
         self.model = model
         self.directory = Path(directory).expanduser().absolute()
-        self._settings = {
-            "limit": limit, "codec": codec, "ring_batches": ring_batches, "audit_rate": audit_rate,
-            "gate": gate, "force_network": force_network,
-            "padding": padding, "method": method,
-        }  # fmt: skip
+        self._make_store = partial(
+            ActivationStore, self.directory, limit=limit, codec=codec, force_network=force_network
+        )
+        is_unread = padding == "unread"
+        self._make_engine = partial(SkipEngine, model, padding_unread=is_unread, method=method)
+        self._settings = gate, audit_rate, ring_batches
         self._asked: tuple[str | None, bool] = boundary, True
         """The boundary that was last asked for, and whether by hand."""
         self._attached: list[Callable[[], None]] = []
@@ -121,20 +122,12 @@ class ActivationCache:
     def _open(self) -> None:
         """Make the parts, in this process, and attach them to the model."""
         _close_other(self.model, self)
-        settings: dict[str, Any] = self._settings
-        model = self.model
-        store = ActivationStore(
-            self.directory, limit=settings["limit"], codec=settings["codec"],
-            force_network=settings["force_network"],
-        )  # fmt: skip
-        overlap = 0.95 if runs_late(device_of(model)) else 0.5
-        policy = ServingPolicy(settings["gate"], overlap, is_stored=store.was_used)
-        self.api = LoaderApi(store, policy, settings["audit_rate"], settings["ring_batches"])
+        store, (gate, audit_rate, ring_batches) = self._make_store(), self._settings
+        overlap = 0.95 if runs_late(device_of(self.model)) else 0.5
+        policy = ServingPolicy(gate, overlap, is_stored=store.was_used)
+        self.api = LoaderApi(store, policy, audit_rate, ring_batches)
         """What its loaders and its engine ask; no part of what a user needs."""
-        self.api.engine = engine = SkipEngine(
-            model, self.api,
-            padding_unread=settings["padding"] == "unread", method=settings["method"],
-        )  # fmt: skip
+        self.api.engine = engine = self._make_engine(self.api)
         forget_trials()
         engine.attach()
         _ATTACHED[engine.model] = weakref.ref(self)
