@@ -59,31 +59,27 @@ class Movement:
 class HarmEstimate(Remembered):
     """Collects movements; answers what freezing would cost, and which layers have come to rest."""
 
-    remembers = ("_movements", "_seen", "first_loss", "_recent", "_peaks", "_resting")
+    remembers = ("_movements", "seen", "first_loss", "_recent", "_peaks", "_resting")
 
     def __init__(self, first_loss: float | None = None) -> None:
         self._movements: list[list[Any]] = []
         self._recent: list[list[float | None]] = []
         self._peaks: list[float] = []
         self._resting: list[int] = []
-        self._seen = 0
+        self.seen = 0
+        """Readings."""
         self.first_loss = first_loss
         """Mean loss of the first reading; of a run that begins again, of its first life."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether there are readings enough."""
-        return self._seen >= LEAST
 
     def observe(self, movement: Movement) -> None:
         """Take one reading; one with a loss that is not finite is none."""
         if not math.isfinite(movement.loss):
             return
-        if not self._seen:
+        if not self.seen:
             count = len(movement.speed)
             self._recent = [[] for _ in range(count)]
             self._peaks, self._resting = [0.0] * count, [0] * count
-        self._seen += 1
+        self.seen += 1
         if self.first_loss is None:
             self.first_loss = movement.loss
         self._movements = [*self._movements, list(astuple(movement))][-MOST_KEPT:]
@@ -103,7 +99,7 @@ class HarmEstimate(Remembered):
 
     def _window(self) -> list[Movement]:
         """Return the last third."""
-        lately = self._movements[-max(LEAST_IN_WINDOW, self._seen // 3) :]
+        lately = self._movements[-max(LEAST_IN_WINDOW, self.seen // 3) :]
         return [Movement(*row) for row in lately]
 
     def shares(self, frozen: int) -> list[float] | None:
@@ -227,7 +223,7 @@ class BudgetPolicy(Remembered):
         if self._has_risen(max(reading.lr)):
             return 0
         is_over = self.frozen >= reading.num_layers - 1 or prospect.steps <= 0
-        if is_over or not self.estimate.ready:
+        if is_over or self.estimate.seen < LEAST:
             return self.frozen
         harms = None if prospect.rises else self._harms(prospect)
         if harms is None:

@@ -224,10 +224,9 @@ class InputItem:
 
     def arrive(self) -> None:
         """Wait until all that was copied from the device is there."""
-        ready = self.ready
-        if ready is not None:
-            ready.synchronize()
-        self.ready = None
+        if self.ready is not None:
+            self.ready.synchronize()
+            self.ready = None
 
 
 class ReferenceRunner:
