@@ -59,7 +59,8 @@ def names_in(code: CodeType, call: int | None = None) -> Names:
     found = list(dis.get_instructions(code))
     if call is not None and _is_straight(found, call):
         found = [one for one in found if one.offset <= call]
-        found = [one for i, one in enumerate(found) if not _waits(found[i:])]
+        waiting = _waiting(found)
+        found = [one for one in found if one.offset not in waiting]
     named = [one.argval for one in found if one.opcode in dis.hasname]
     by_text = [] if _BY_TEXT.isdisjoint(named) else [one.argval for one in found]
     texts = tuple(text for text in by_text if type(text) is str)
@@ -120,25 +121,21 @@ def _is_straight(found: list[dis.Instruction], call: int) -> bool:
     return not catches and all((one.offset <= call) is (one.argval <= call) for one in jumps)
 
 
-def _waits(found: list[dis.Instruction]) -> bool:
-    """Whether the first of these looks up what none of the others makes use of, and the last one
-    neither: a function that is given what the call brings.
+def _waiting(found: list[dis.Instruction]) -> set[int]:
+    """Return where a name is looked up that nothing makes use of, not the last of these either: a
+    function that is given what the call brings.
     """
-    first, *others = found
-    if first.opcode not in dis.hasname or not first.opname.startswith("LOAD_"):
-        return False
-    height = 0
-    for one in others:
-        is_push = one.opname.startswith("LOAD_") and one.opcode not in dis.hasname
-        is_push |= one.opname in ("LOAD_GLOBAL", "PUSH_NULL")
+    waiting, height = dict[int, int](), 0
+    for one in found:
+        is_load, is_named = one.opname.startswith("LOAD_"), one.opcode in dis.hasname
+        top, height = height, height + dis.stack_effect(one.opcode, one.arg, jump=False)
         if _is_jump(one) or one.opname in ("SWAP", "COPY") or one.opname.startswith("ROT_"):
-            return False
-        if height == 0 and not is_push:
-            return False
-        height += dis.stack_effect(one.opcode, one.arg, jump=False)
-        if height < 1 and one.opname not in ("NOP", "CACHE", "PRECALL"):
-            return False
-    return height > 0
+            waiting.clear()
+        elif not ((is_load and not is_named) or one.opname in ("LOAD_GLOBAL", "PUSH_NULL")):
+            waiting = {at: level for at, level in waiting.items() if level < min(top, height)}
+        if is_load and is_named:
+            waiting[one.offset] = height
+    return {at for at, level in waiting.items() if level < height}
 
 
 @functools.lru_cache(maxsize=4096)
