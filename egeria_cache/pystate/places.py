@@ -117,9 +117,11 @@ class Attributes(Named):
 
     def read(self, where: Any) -> dict[str, Any]:
         """Return them; of a module, but for what stands on one that is held."""
-        held = objects.own_slots(where) if objects.slot_names(type(where)) else {}
-        with contextlib.suppress(AttributeError):  # it has slots alone
-            held |= object.__getattribute__(where, "__dict__")
+        try:
+            own = object.__getattribute__(where, "__dict__")
+        except AttributeError:
+            return objects.own_slots(where)
+        held = own | objects.own_slots(where) if objects.slot_names(type(where)) else {**own}
         if isinstance(where, nn.Module):
             ours = (*_STAND_INS, "training") if "train" in held else _STAND_INS
             return {name: part for name, part in held.items() if name not in ours}
@@ -239,6 +241,8 @@ class Sketch(Place):
 
     def read(self, where: Any) -> tuple[Any, list[Any]] | None:
         """Return what is compared by value, and things by identity; None if nobody can tell."""
+        if isinstance(where, types.FunctionType):
+            return (), [where.__code__, where.__defaults__, where.__kwdefaults__]
         with Attempt(), torch._C.DisableTorchFunctionSubclass():
             if isinstance(where, Tensor) and where.is_inference():  # it has no version
                 where = where.cpu().reshape(-1).view(torch.uint8).numpy()
@@ -252,8 +256,6 @@ class Sketch(Place):
                 return ((array.shape, some), []) if is_plain else (array.shape, some.tolist())
             if isinstance(where, LEADS):
                 return (), [led_to(where)]
-            if isinstance(where, types.FunctionType):
-                return (), [where.__code__, where.__defaults__, where.__kwdefaults__]
             if isinstance(where, dict | list | set | deque | types.MappingProxyType):
                 return len(where), _some_items(where)
             plain, held = list[Any](), list[Any]()
