@@ -322,9 +322,19 @@ class Generation:
             ValueError: Others have stored records of another layout.
             OSError: The disk is full, or fails.
         """
-        self._files.check_present()
-        with self._budget.locked():
-            return self._files.store(records, told, self._budget.make_room)
+        files = self._files
+        files.check_present()
+        with self._budget.locked(), files.reading(writes=True) as view:
+            new = fitting = view.new_among(records)
+            if new:
+                growth = view.growth_bytes(new)
+                free = self._budget.make_room(growth[-1])
+                fitting = new[: sum(size <= free for size in growth)]
+            if fitting:
+                view.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
+        for one in fitting:
+            files.hidden.pop(one.key, None)
+        return len(new), len(fitting)
 
     def salvage(self, aside: Path) -> None:
         """Have the writer take in, bit by bit, what is intact in a file whose tree is damaged."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -197,26 +197,6 @@ class GenerationFiles:
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
             self._leave()
-
-    def store(self, records: Records, told: Totals, room: Callable[[int], int]) -> tuple[int, int]:
-        """Store records in one commit, as far as there is room; see `Generation.take`.
-
-        Args:
-            records: To be stored.
-            told: Of all of them; see there.
-            room: Of so many bytes, how many may be added; the directory's lock is held.
-        """
-        with self.reading(writes=True) as view:
-            new = fitting = view.new_among(records)
-            if new:
-                growth = view.growth_bytes(new)
-                free = room(growth[-1])
-                fitting = new[: sum(size <= free for size in growth)]
-            if fitting:
-                view.add(fitting, told.raw_bytes * len(fitting) // len(records), told)
-        for one in fitting:
-            self.hidden.pop(one.key, None)
-        return len(new), len(fitting)
 
 
 class View:
