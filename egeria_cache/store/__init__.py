@@ -5,12 +5,13 @@ never knows what a model, a loader or a boundary is: a generation is named by fi
 gave it, and a record holds named tensors.
 
 A generation is one LMDB environment. The way of a read: `store` > `generation` > `reader` > a view
-of `disk/files` > one call of the compiled `kernel.c` (through `native`), or without it > `record`
+of `disk/files` > one call of the compiled `kernel.c` (through `codecs`), or without it > `record`
 > `codecs`; of a write: `generation` > `writer` > `record` > a commit of `disk/files`. `disk` has
 the files: the directory, its limit and its locks, what a generation is (`place`),
 LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: `report`.
 """
 
+from egeria_cache.store.codecs import kernel
 from egeria_cache.store.disk.files import Located
 from egeria_cache.store.disk.place import (
     ROOT_FORMAT,
@@ -21,7 +22,6 @@ from egeria_cache.store.disk.place import (
     write_json,
 )
 from egeria_cache.store.generation import Generation
-from egeria_cache.store.native import kernel
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.report import Report, pack, survey, unpack, verify
 from egeria_cache.store.store import ActivationStore

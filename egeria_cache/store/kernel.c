@@ -1,6 +1,6 @@
 /* Records -> tensors for a whole batch, without the interpreter.
 
-   Optional: native.py finds what this was compiled to; without it raw and zstd records are read in
+   Optional: codecs.py finds what this was compiled to; without it raw and zstd records are read in
    Python. Every function works on memory that its caller owns, keeps nothing once it returns, and runs
    without the GIL. What came from the disk is not believed: each size is bounded by the bytes at hand
    before it is used, or an address is made of it. The bytes of a record: docs/format.md. */
@@ -26,7 +26,7 @@ enum { LIBRARY_BYTES = INT32_MAX };
 
 enum { CHECKSUM_BYTES = 8, HEAD_BYTES = 16, BITMAP_HEAD_BYTES = 16, MOST_HEAD_BYTES = 4096 };
 enum { RAW, ZSTD, SPLIT, BITMAP };
-enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in native.py */
+enum { ABSENT, INTACT, DAMAGED, UNREADABLE }; /* as in codecs.py */
 
 static const uint64_t AS_THEY_ARE = 1ull << 63, STORED = ~0ull >> 8; /* of a field, not its codec */
 
@@ -427,5 +427,5 @@ void egeria_read(struct batch *of) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* See SHAPE in native.py. */
+/* See SHAPE in codecs.py. */
 const uint64_t egeria_shape[] = {14, sizeof(struct batch) / sizeof(uint64_t)};

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria_cache.store.codecs import NeedsKernelError, unpack
+from egeria_cache.store import codecs
 from egeria_cache.store.disk.files import Located, View
-from egeria_cache.store.native import ABSENT, INTACT, UNREADABLE, Kernel, kernel
 from egeria_cache.store.record import Layout, RecordError, decode_key
 
 Column = Tensor | list[Any]
@@ -69,7 +68,7 @@ class Fetched:
             for row in np.flatnonzero(sizes).tolist():
                 self._fail(row, "what records hold is lost")
             return
-        native, columns = kernel() if layout.is_plain else None, list[Column]()
+        native, columns = codecs.kernel() if layout.is_plain else None, list[Column]()
         if native is not None:
             columns += self._read_together(native, layout)
         else:
@@ -93,7 +92,7 @@ class Fetched:
             self.damaged.append(f"the record of sample {decode_key(key)[0]!r} is damaged ({why})")
         hidden[key] = replaceable
 
-    def _read_together(self, native: Kernel, layout: Layout) -> list[Tensor]:
+    def _read_together(self, native: codecs.Kernel, layout: Layout) -> list[Tensor]:
         """Read rows of tensors of fixed size in one call.
 
         Raises:
@@ -131,13 +130,13 @@ class Fetched:
         native.read(batch.buffer_info()[0])
         for at, one in enumerate(layout.fields):
             if one.storage is not None and one.dtype is not None:
-                columns[at] = unpack(columns[at], one.shape, one.dtype, one.storage)
-        self.hit = found == INTACT
+                columns[at] = codecs.unpack(columns[at], one.shape, one.dtype, one.storage)
+        self.hit = found == codecs.INTACT
         if self.hit.all():
             return columns
-        if not self._waits and (found == ABSENT).any():  # all are read again, and what is wrong
-            raise NotInMemoryError
-        for row in np.flatnonzero(found == UNREADABLE).tolist():
+        if not self._waits and (found == codecs.ABSENT).any():
+            raise NotInMemoryError  # all are read again, and what is wrong
+        for row in np.flatnonzero(found == codecs.UNREADABLE).tolist():
             self._fail(row, "the disk cannot read it", replaceable=False)
             self._entries["size"][row] = 0
         return columns
@@ -168,7 +167,7 @@ class Fetched:
             values = [found.value(at) for at in range(len(found.payload))]
         except OSError as error:
             self._fail(row, f"the disk cannot read it: {error.strerror}", replaceable=False)
-        except NeedsKernelError:
+        except codecs.NeedsKernelError:
             self._fail(row, "")
         except RecordError as error:
             if self._view.located([key])["size"][0]:  # else it was superseded since it was located

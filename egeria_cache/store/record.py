@@ -30,8 +30,7 @@ from torch import Tensor
 
 from egeria_cache.arguments import StorageDtype
 from egeria_cache.store import codecs
-from egeria_cache.store.codecs import Codec, CodecError, Coder, Elements, Storage, decode
-from egeria_cache.store.native import MOST_HEAD_BYTES, Bytes, kernel, room_bytes
+from egeria_cache.store.codecs import Bytes, Codec, CodecError, Coder, Elements, Storage, decode
 
 SampleId = int | str | tuple[Any, ...]
 """Hashable name of a sample: an integer, a text, or a tuple of these."""
@@ -205,8 +204,8 @@ class Layout:
     def room(self) -> tuple[int, int]:
         """Bytes of what it takes to decode a field, and a record with that: more is none."""
         sizes = [one.num_bytes for one in self.fields]
-        decoding = room_bytes(max(sizes, default=0))
-        return decoding, decoding + sum(sizes) + MOST_HEAD_BYTES
+        decoding = codecs.room_bytes(max(sizes, default=0))
+        return decoding, decoding + sum(sizes) + codecs.MOST_HEAD_BYTES
 
     @cached_property
     def seed(self) -> int:
@@ -403,7 +402,7 @@ def choose_codec(keys: Sequence[bytes], rows: Rows, coder: Coder) -> str:
     Smallest wins; among equals the fastest to decode; raw unless something is saved.
     """
     sizes = {}
-    for codec in Codec if kernel() is not None else (Codec.RAW, Codec.ZSTD):
+    for codec in Codec if codecs.kernel() is not None else (Codec.RAW, Codec.ZSTD):
         trial = Coder(codec.label, coder.storage)
         sizes[codec] = sum(one.size for one in encode_rows(keys[:NUM_RECORDS], rows, trial))
     best, least = Codec.RAW, min(sizes.values())

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from egeria_cache.store import reader
+from egeria_cache.store.codecs import SWITCH, Kernel, kernel
 from egeria_cache.store.disk.environment import DATA_NAME
 from egeria_cache.store.generation import encode_keys
-from egeria_cache.store.native import SWITCH, Kernel, kernel
 from tests.helpers.stored import ActivationStore
 
 DEADLINE_S = 60

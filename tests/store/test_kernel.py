@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from egeria_cache.store import NotInMemoryError, native
-from egeria_cache.store.codecs import Codec, CodecError, Coder, decode
+from egeria_cache.store import NotInMemoryError, codecs
+from egeria_cache.store.codecs import SWITCH, Codec, CodecError, Coder, decode, kernel
 from egeria_cache.store.generation import encode_keys
-from egeria_cache.store.native import SWITCH, kernel
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import damage, entries_of, keep
 
@@ -53,7 +52,7 @@ def test_where_there_is_a_compiler_it_was_compiled():
 
 @pytest.mark.usefixtures("compiled")
 def test_a_library_of_another_version_is_left_aside(monkeypatch):
-    monkeypatch.setattr(native, "SHAPE", [native.SHAPE[0] + 1, *native.SHAPE[1:]])
+    monkeypatch.setattr(codecs, "SHAPE", [codecs.SHAPE[0] + 1, *codecs.SHAPE[1:]])
     kernel.cache_clear()
     assert kernel() is None
 

@@ -25,6 +25,7 @@ import egeria_cache.store.disk.environment as environment_module
 import egeria_cache.store.disk.place as place_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
+from egeria_cache.store.codecs import SWITCH, kernel
 from egeria_cache.store.disk.files import inspected
 from egeria_cache.store.disk.place import (
     ROOT_FORMAT,
@@ -38,7 +39,6 @@ from egeria_cache.store.disk.place import (
     write_json,
 )
 from egeria_cache.store.generation import encode_keys
-from egeria_cache.store.native import SWITCH, kernel
 from egeria_cache.store.report import pack, survey, verify
 from tests.helpers.stored import ActivationStore
 from tests.store.conftest import (
