@@ -129,9 +129,6 @@ def _have_batch(values: Iterable[Any]) -> bool:
     return any(isinstance(value, BatchTensor) for value in values)
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
 def ordinary_arguments(model: nn.Module, batch: Any) -> list[Any]:
     """Return the arguments by place with which a loop would call a model: of a list or tuple the
     first parts, as many as the forward requires; anything else is the only one.
@@ -140,5 +137,6 @@ def ordinary_arguments(model: nn.Module, batch: Any) -> list[Any]:
         return [batch]
     # Of the class: the instance's forward may be wrapped while a cache is attached.
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    required = sum(one.default is one.empty for one in parameters if one.kind in _POSITIONAL)
+    by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD  # or by that alone
+    required = sum(one.default is one.empty for one in parameters if one.kind <= by_place)
     return list(batch[: max(1, required)])

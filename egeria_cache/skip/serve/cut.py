@@ -260,10 +260,7 @@ class TensorSpec:
 
     def shape_at(self, batch_size: int) -> tuple[int, ...]:
         """Return the shape for a batch of this size."""
-        shape = list(self.shape)
-        if self.batch_dim is not None:
-            shape[self.batch_dim] *= batch_size
-        return tuple(shape)
+        return tuple(n * batch_size if i == self.batch_dim else n for i, n in enumerate(self.shape))
 
     def grown(self, rules: Mapping[int, Rule], whole: tuple[int, ...]) -> TensorSpec | None:
         """Return what describes it in a batch of other lengths; None if that is not certain.

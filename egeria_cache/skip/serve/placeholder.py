@@ -321,7 +321,7 @@ class Placeholder(Tensor):
             raise Escape.at(sources, f"{func} (after the forward)")
         if scene.after_boundary and (active := innermost_module(scene.names, scene.ancestors)):
             raise Escape.at(sources, active)
-        written: list[Any] = _written(func, args, kwargs) if _write_positions(func) else []
+        written: list[Any] = _written(func, args, kwargs) if func._schema.is_mutable else []
         trainable: list[Tensor] = []
         for tensor in written:
             # Behind the boundary, what is stored may share the memory that is written to.
@@ -502,21 +502,13 @@ def _empty(like: Tensor, device: Any) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
-@functools.cache
-def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that `func` changes in place."""
     written: list[Tensor] = []
-    for position, name in _write_positions(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        written += [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [one for one in tree_leaves(value) if isinstance(one, Tensor)]
     return written
 
 
@@ -529,4 +521,4 @@ _FACTORIES = frozenset(
 
 def is_factory(func: Any) -> bool:
     """Whether an operator reads a tensor's shape and dtype, never its values."""
-    return func._schema.name in _FACTORIES and not _write_positions(func)
+    return func._schema.name in _FACTORIES and not func._schema.is_mutable
