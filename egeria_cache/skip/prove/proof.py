@@ -251,7 +251,8 @@ def _replayed(traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor])
     leaves, layout = traced.run(copied, run, run.input)
     if layout != traced.result[1]:
         raise BoundaryError.not_proved(traced.boundary, "the output has another structure")
-    traced.replayed = traced.before.outside.moved_whole(copied.of)
+    if traced.outside:
+        traced.replayed = traced.before.outside.moved_whole(copied.of)
     after = RandomState.now()
     run.scene.finished = True
     held, left = traced.held_by(copied), traced.left.items()
