@@ -356,9 +356,8 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
             return Items(path, value)
         return Length(path, value) if isinstance(value, list) else None
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
-            return None
-        if value.is_meta or value.is_inference():
+        is_dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not is_dense or value.is_meta or value.is_inference():
             return None
         return (Sketch if value.nbytes > max_bytes else Elements)(path, value)
     if isinstance(value, np.ndarray):

@@ -157,10 +157,8 @@ class PrefixGuard:
         loose = [False, *(key not in self._code.names for key in settings)]
         self._iterables = [part for each in full for part in _apart(each)]
         self._seen = [look() for _, look in chain(layout.looks, layout.named)]
-        has_global = any(watch.GLOBAL_HOOKS)
-        self._looks = [
-            look for _, look in layout.looks if has_global or look is not watch.global_hooks
-        ]
+        idle = () if any(watch.GLOBAL_HOOKS) else (watch.global_hooks,)
+        self._looks = [look for _, look in layout.looks if look not in idle]
         places = layout.places.values()
         self._getters = [itemgetter(*keys, keys[0]) for _, keys in places]
         self._found = [place for place, _ in places]
