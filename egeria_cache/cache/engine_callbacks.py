@@ -51,8 +51,6 @@ class EngineCallbacks(Status):
         self._counts, self.called = self.counters.counts, self.counters.model_called
         self._audits = AuditPlan(audit_rate)
         self.audited = self._audits.choose
-        self._opened: dict[str, set[int]] = {}
-        """Of loaders whose data set changed: the cuts for which a generation was opened since."""
 
     @property
     def is_idle(self) -> bool:
@@ -109,7 +107,7 @@ class EngineCallbacks(Status):
         source = batch.context.source
         if not source.look_at_draws(batch, cut.read):
             return
-        self.views.void(lambda view: view.loader_name == source.key, unlink=False)
+        self.void(source.key, unlink=False)
         if source.is_steady:
             log.info(
                 "loader %r: its samples draw random numbers (%s), which change nothing that the "
@@ -124,11 +122,10 @@ class EngineCallbacks(Status):
             self.leave_uncached(source.key, why, unlink=True)
             return
         source.unsettle()
-        self.open_again(source.key, unlink=False)
+        self.void(source.key, unlink=False)
 
-    def open_again(self, loader_name: str, *, unlink: bool, is_outdated: bool = False) -> None:
-        """What is stored for a loader is void: open other generations for its cuts."""
-        self._opened[loader_name] = set()
+    def void(self, loader_name: str, *, unlink: bool, is_outdated: bool = False) -> None:
+        """Serve nothing that is stored for a loader; its next batches open generations anew."""
         self.views.void(
             lambda view: view.loader_name == loader_name, unlink=unlink, is_outdated=is_outdated
         )
@@ -183,12 +180,11 @@ class EngineCallbacks(Status):
         if self.is_forked:
             self.counters.tell(_FORKED, "nothing is cached here: %s")
             return
-        view, opened = self.views.at(batch.loader_name, cut), self._opened.get(batch.loader_name)
-        if opened is not None and id(cut) not in opened:
-            opened.add(id(cut))
-            if view is None:
-                self.cut_found(batch, cut)
-                view = self.views.at(batch.loader_name, cut)
+        name = batch.loader_name
+        is_void = all(view.cut is not cut for view in self.views.live.get(name, ()))
+        if is_void and self.may_store(name) and self.engine.knows(cut):
+            self.cut_found(batch, cut)
+        view = self.views.at(name, cut)
         if view is None or not self._fits(view, batch) or not self._is_told(batch, cut):
             return
         entry = batch.entry
@@ -313,7 +309,7 @@ class EngineCallbacks(Status):
         """
         if loader_name in self.left_out:
             return
-        self.open_again(loader_name, unlink=unlink, is_outdated=True)
+        self.void(loader_name, unlink=unlink, is_outdated=True)
         if give_up:
             self.leave_uncached(loader_name, f"{give_up} ({what})", unlink=unlink)
             return
@@ -330,7 +326,7 @@ class EngineCallbacks(Status):
             return
         self.left_out[loader_name] = self._counts.why_not = reason
         log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
-        self.views.void(lambda view: view.loader_name == loader_name, unlink=unlink)
+        self.void(loader_name, unlink=unlink)
 
     def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:
         """A weight of the prefix moved behind our back: nothing stored may be served any more.

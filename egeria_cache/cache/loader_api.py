@@ -159,7 +159,7 @@ class LoaderApi(EngineCallbacks):
         """
         source.study.load_together(why)
         self.together[source.key] = why
-        self.open_again(source.key, unlink=True)
+        self.void(source.key, unlink=True)
 
     def wants_control(self, entry: PlannedEntry) -> bool:
         """Whether a batch that can be served should be computed, to know what that costs."""
@@ -251,7 +251,7 @@ class LoaderApi(EngineCallbacks):
         why = policy.step(loader_name, boundary, kind, seconds, num_samples)
         if why is not None:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)
-            self.views.void(lambda view: view.loader_name == loader_name, unlink=False)
+            self.void(loader_name, unlink=False)
         elif policy.seeks_cut and kind != "served" and view is not None:
             self.look_earlier(view.cut)
 

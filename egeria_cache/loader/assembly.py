@@ -167,7 +167,7 @@ class Assembly:
         entry, plan.entry = plan.entry, None
         if studies:
             if study.look_for_padding(plan.task, leaves):
-                self.cache.open_again(source.key, unlink=True)
+                self.cache.void(source.key, unlink=True)
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
             # Before padding was found, a sample that is padded was not what it is alone.
@@ -205,7 +205,7 @@ class Assembly:
         study, entry = self._source.study, plan.entry
         found = study.find(plan.task, loaded, leaves)
         if found.is_new:
-            self.cache.open_again(self._source.key, unlink=True)
+            self.cache.void(self._source.key, unlink=True)
         if entry is not None and not (entry.view.padding == study.padding and entry.ready()):
             plan.entry = None
         return self._batch(plan, found.own, structure, {}, found.lengths, found)
