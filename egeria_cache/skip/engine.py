@@ -589,10 +589,9 @@ class SkipEngine:
         if len(pinned) < 2:
             return False
         paths = call.layout.paths()
-        what = (
-            f"the prefix reads {', '.join(paths[position] for position in pinned[-1])}, which is "
-            "not a batch of an EgeriaLoader as it came and changes from call to call"
-        )
+        names = ", ".join(paths[position] for position in pinned[-1])
+        what = f"the prefix reads {names}, which is not a batch of an EgeriaLoader as it came and "
+        what += "changes from call to call"
         self._refuse(key, BoundaryError.impure(self.boundary, what))
         return True
 

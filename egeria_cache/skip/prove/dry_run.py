@@ -365,9 +365,7 @@ def _frozen_cut_points(model: nn.Module, recorder: Recorder, given: Iterable[Ten
             continue
         steps, _ = recorder.before(i)
         has_frozen = any(not p.requires_grad for step in steps for p in step.module.parameters())
-        if not has_frozen or any(p.requires_grad for p in call.module.parameters()):
-            continue
-        if _ends_in_training(steps):
+        if not has_frozen or trainable(call.module) or _ends_in_training(steps):
             continue
         # A hook may ask for a gradient of an output (`enable_input_require_grads`): nothing trains.
         if all(id(leaf) in made_here for leaf in leaves_behind(outputs[i])):

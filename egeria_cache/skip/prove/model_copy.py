@@ -108,11 +108,9 @@ class ModelCopies:
         weights.keep(self._copier.weights)
         make_local(model, self._copier.modules())
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
-            raise BoundaryError(
-                "a block of the model is compiled and cut by fully_shard: a dry run would run it "
-                "as it is, with collectives that the other ranks may not take part in; leave the "
-                "blocks uncompiled, or train without fully_shard"
-            )
+            why = "a block of the model is compiled and cut by fully_shard: a dry run would take "
+            why += "part in collectives alone; leave blocks uncompiled, or do without fully_shard"
+            raise BoundaryError(why)
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> ModelCopy:
         """Return a new copy.

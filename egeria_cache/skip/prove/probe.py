@@ -194,9 +194,7 @@ class _ProbeRun(ReplayRun):
     def __init__(self, prober: Prober, copied: ModelCopy) -> None:
         self._prober = prober
         plan, traced = prober.plan, prober.traced
-        values: dict[Slot, Tensor] = {
-            slot: traced.leaf(*slot).clone() for slot in plan.slots().values()
-        }
+        values = {slot: traced.leaf(*slot).clone() for slot in plan.slots().values()}
         super().__init__(plan, traced.size, copied.scene(plan))
         self.begin(values)
         self.given: list[Slot] = []
