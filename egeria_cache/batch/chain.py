@@ -86,16 +86,12 @@ class Chained:
         return {self.leaf: self.raw} | {name: raw for op in self.chain for name, raw in op.raws}
 
 
-@dataclass(frozen=True)
 class Leaf(Chained):
-    """A leaf as it is now, without what it holds."""
+    """A `BatchTensor` as it is now, without its batch and what it holds."""
 
-    leaf: str
-    raw: Raw
-    chain: Ops
-    num_rows: int
-    num_dims: int
-    device: torch.device
+    def __init__(self, tensor: Any) -> None:
+        self.leaf, self.raw, self.chain = tensor.leaf, tensor.raw, tensor.chain
+        self.num_rows, self.num_dims, self.device = len(tensor), tensor.dim(), tensor.device
 
     @property
     def way(self) -> tuple[Any, ...]:

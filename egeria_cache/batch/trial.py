@@ -60,7 +60,7 @@ def operation(
         tensors: The leaves, of one batch.
         size: How many samples that has.
     """
-    leaves = [chain.Leaf(t.leaf, t.raw, t.chain, len(t), t.dim(), t.device) for t in tensors]
+    leaves = list(map(chain.Leaf, tensors))
     first = leaves[0]
     is_first = bool(args) and isinstance(args[0], chain.Slot) and args[0] == 0
     move = chain.moved(func, args, kwargs) if is_first and len(leaves) == 1 else None

@@ -205,12 +205,8 @@ class Planner:
         ids = source.identify(list(chain.from_iterable(batches)))
         draws, start = source.draws_at(ids, self.clock), 0
         # Where something may be read, more may be stored.
-        studies = bool(views) or (
-            seeds_all is not None
-            and cache is not None
-            and cache.is_asked
-            and cache.may_store(source.key)
-        )
+        may_store = cache is not None and cache.is_asked and cache.may_store(source.key)
+        studies = bool(views) or (seeds_all is not None and may_store)
         together = studies and source.study.company is not None
         loads_hits = together or (studies and (source.is_steady or source.is_restless))
         stored = source.stored_as(draws)

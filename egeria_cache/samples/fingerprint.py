@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache import attempt
-from egeria_cache.attempt import Attempt
+from egeria_cache.attempt import Attempt, without_modes
 from egeria_cache.batch import flatten
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate import Portrait, is_below, is_in_shared_memory, leaf_print
@@ -178,9 +177,7 @@ class Fingerprint:
         if self._text is None:
             return None
         started = time.perf_counter()
-        has_modes = attempt.num_function_modes() or attempt.num_dispatch_modes()
-        # The loop's may be on in the middle of a pass.
-        with attempt.without_modes() if has_modes else nullcontext():
+        with without_modes():  # the loop's may be on in the middle of a pass
             what = self._changed(midway)
         if self._noted is not self._glance:
             held = [o.where for o in self._glance.places if not is_below(o.path, self._shown.moved)]

@@ -13,6 +13,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,6 @@ _MAX_ASKED = 32
 
 _BYTES = 4 * (624 + 1)
 """Of a Mersenne twister: its words, and the position in them."""
-
-
-class _Python:
-    """The functions of `random`."""
-
-    def look(self) -> Any:
-        return random.getstate()
-
-    def put_back(self, look: Any) -> None:
-        random.setstate(look)
-
-    def seed(self, seed: int) -> None:
-        random.seed(seed)
 
 
 class _NumPy:
@@ -98,7 +86,8 @@ class _Torch:
         torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
-GENERATORS: dict[str, Any] = {"random": _Python(), "numpy": _NumPy(), "torch": _Torch()}
+_PYTHON = SimpleNamespace(look=random.getstate, put_back=random.setstate, seed=random.seed)
+GENERATORS: dict[str, Any] = {"random": _PYTHON, "numpy": _NumPy(), "torch": _Torch()}
 """What `look` gives of one moves whenever it is drawn from; once that is `put_back`, the same is
 drawn again. `seed` takes 64 bits."""
 
