@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,8 +31,6 @@ class OwnSampler(Sampler):
 
     def __iter__(self):
         import random
-
-        import numpy as np
 
         order = random.sample(range(NUM_SAMPLES), NUM_SAMPLES)
         return iter([order[i] for i in np.random.permutation(NUM_SAMPLES)])
@@ -116,6 +115,32 @@ def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
     same(rest, whole[cut + 1 :])
     for expected in following:
         same(list(resumed), expected)
+
+
+class Restarting:
+    """A batch sampler to which iter() is a new epoch, as Lightning's is where it predicts."""
+
+    def __iter__(self):
+        self.left = iter(np.arange(20).reshape(5, 4))
+        return self
+
+    def __next__(self):
+        return next(self.left)
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_sampler_is_asked_by_next_alone_and_its_batches_may_be_arrays(seed):
+    loader, other = (EgeriaLoader(range(20), batch_sampler=Restarting(), seed=seed) for _ in "ab")
+    expected = np.arange(20).reshape(5, 4).tolist()
+    assert [batch.tolist() for batch in loader] == expected
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    other.load_state_dict(through_a_file(loader.state_dict()))
+    assert [batch.tolist() for batch in other] == expected[2:]
 
 
 def test_a_foreign_state_is_refused():
