@@ -82,13 +82,8 @@ class Status:
 
     def may_store(self, loader_name: str) -> bool:
         """Whether what the model computes for this loader may be stored."""
-        return not (
-            self.is_closed
-            or self.policy.mode == "never"
-            or loader_name in self.left_out
-            or loader_name in self.policy.stopped
-            or self.is_forked
-        )
+        is_off = self.is_closed or self.policy.mode == "never" or self.is_forked
+        return not (is_off or loader_name in self.left_out or loader_name in self.policy.stopped)
 
     def move(self, name: str | None, *, by_hand: bool, reason: str) -> None:
         """Freeze up to and including this module; None unfreezes all; "auto": up to the deepest

@@ -102,19 +102,6 @@ class EngineCallbacks(Status):
         kinds |= {path: type(leaf) for path, leaf in batch.leaves.items()}
         return {p: kind for p, kind in kinds.items() if p not in {*cut.dropped, *context.constants}}
 
-    def _look_at_draws(self, batch: Batch, cut: Cut) -> None:
-        """Find out whether random draws change what the front reads, and say so if not."""
-        source = batch.context.source
-        if not source.look_at_draws(batch, cut.read):
-            return
-        self.void(source.key, unlink=False)
-        if source.is_steady:
-            log.info(
-                "loader %r: its samples draw random numbers (%s), which change nothing that the "
-                "frozen front reads: its output is stored once, and the samples are loaded in "
-                "every epoch, drawn anew", source.name, source.drawn_from,
-            )  # fmt: skip
-
     def draws_count(self, source: LoaderSource) -> None:
         """What the front reads is another: by a random draw, or the data have changed."""
         if source.is_restless:
@@ -134,8 +121,15 @@ class EngineCallbacks(Status):
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
         reason: str | None = self._restless(batch, cut) or source.why_not_cacheable(batch)
-        if reason is None:
-            self._look_at_draws(batch, cut)
+        # Do random draws change what the front reads?
+        if reason is None and source.look_at_draws(batch, cut.read):
+            self.void(source.key, unlink=False)
+            if source.is_steady:
+                log.info(
+                    "loader %r: its samples draw random numbers (%s), which change nothing that "
+                    "the frozen front reads: its output is stored once, and the samples are loaded "
+                    "in every epoch, drawn anew", source.name, source.drawn_from,
+                )  # fmt: skip
         reason = reason or source.why_not_served or source.why_not_compared(batch, cut.read)
         if reason is None and not source.is_restless:
             reason = source.fingerprint.why_not
