@@ -169,12 +169,11 @@ class Portrait(Snapshot):
         is_object = not (is_data or isinstance(value, _NO_OBJECTS))
         is_set = is_object and not isinstance(value, type) and objects.is_data_set(value)
         is_set |= isinstance(value, Dataset)
-        is_trained = isinstance(value, nn.Module) and not objects.is_frozen(value)
         if within and is_object and not is_set and not callable(value):
             held, named = own_attributes(value), _named(self._names, [type(value)])
             unnamed = (f"{path}.{name}" for name in held if name not in named)
             self.doubtful.update(unnamed if held else (path,))
-        if is_trained:
+        if isinstance(value, nn.Module) and not objects.is_frozen(value):
             self.doubtful.add(path)
         if is_set and is_object:
             self._data_sets.append((path, value))
@@ -248,13 +247,12 @@ class Portrait(Snapshot):
         if not self._keeps:
             self.places.pop(), self._kept.pop()
         if isinstance(place, Sketch) and not is_lead:
-            if is_pickled:
-                parts = objects.state_of(place.where)
-                made = zip(parts, objects.state_of(place.where), strict=True)
-                self._made_anew.update(id(part) for part, again in made if part is not again)
-                named = ((f"{place.path}.<{i}>", part) for i, part in enumerate(parts))
-                return [(at, part) for at, part in named if not self._is_noted(at, part)]
-            return [(at, part) for at, part in found if type(part) not in ATOMS]
+            if not is_pickled:
+                return [(at, part) for at, part in found if type(part) not in ATOMS]
+            parts = objects.state_of(place.where)
+            made = zip(parts, objects.state_of(place.where), strict=True)
+            self._made_anew.update(id(part) for part, again in made if part is not again)
+            found = [(f"{place.path}.<{i}>", part) for i, part in enumerate(parts)]
         if isinstance(place, Attributes) and is_vouched:
             indices, *own = (f"{place.path}.{name}" for name in ("indices", *_OWN))
             found = [one for one in found if one[0] == indices or _is_active(one[1])]

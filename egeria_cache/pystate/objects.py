@@ -406,11 +406,9 @@ def is_in_shared_memory(value: Any) -> bool:
 
 
 def _is_beyond_data(value: Any) -> bool:
-    if is_in_shared_memory(value):  # it is not put back
-        return True
     if isinstance(value, Tensor):
-        return not value.is_cpu
-    if ends(value) or is_opaque(type(value)):
+        return not value.is_cpu or is_in_shared_memory(value)  # it is not put back
+    if is_in_shared_memory(value) or ends(value) or is_opaque(type(value)):
         return True
     return holds_threads(value) or (is_training(value) and not is_frozen(value))
 
