@@ -605,22 +605,32 @@ def test_a_boundary_of_more_digits_than_what_leads_to_it(run, kind):
 # ---- counts and schedules ---------------------------------------------------------------------
 
 
-WORDS = {}
+WORDS, MARKED = {}, False
+
+
+def mark(model, h):
+    global MARKED
+    MARKED = True
+
+
 LEFT = {
     "its own count": lambda m, h: setattr(m.early, "calls", m.early.calls + 1),
     "the model's count": lambda m, h: setattr(m, "calls", m.calls + 1),
     "a flag": lambda m, h: setattr(m, "flag", True),
     "a word": lambda m, h: WORDS.update(mode="on"),
     "the head's tensor": lambda m, h: setattr(m.head, "aux", h.detach().mean()),
+    "a name that it only writes": mark,
 }
 
 
 def noticed(m):
-    flag, m.flag = m.flag is True, None
+    global MARKED
+    flag, m.flag = m.flag is True or MARKED, None
+    MARKED = False
     return 1 + 0.1 * (m.calls + m.early.calls + flag + m.head.aux + len(WORDS.pop("mode", "")))
 
 
-@hostile(over=LEFT, cases=5)
+@hostile(over=LEFT, cases=6)
 def test_what_the_front_leaves_to_others_is_there_for_them(run, leave):
     model = layered(lambda layer, h: leave(layer.of[0], h) or h, calls=0)
     model.early.of, model.calls, model.flag, model.head.aux = [model], 0, None, 0.0
