@@ -135,10 +135,7 @@ class EgeriaLoader(DataLoader[T_co]):
     def _serve(self, cache: ActivationCache | None) -> None:
         """Be served from `cache` from the next pass on."""
         if cache is not None and not isinstance(cache, ActivationCache):
-            raise TypeError(
-                'cache is an ActivationCache: cache = ActivationCache(model, "runs/cache"), then '
-                f"EgeriaLoader(dataset, cache=cache); got {type(cache).__name__}"
-            )
+            raise TypeError(f"cache is an ActivationCache of a model, got {type(cache).__name__}")
         check_whole_number("augmentation_variants", self.augmentation_variants)
         if self.reuse is not None:
             check_whole_number("reuse, in epochs, or None for ever,", self.reuse)

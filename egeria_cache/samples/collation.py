@@ -76,11 +76,9 @@ def find_padding(together: Leaves, alone: Sequence[Leaves]) -> Padding | None:
     for path, whole in together.items():
         rows = [leaves.get(path) for leaves in alone]
         are_tensors = all(isinstance(leaf, Tensor) for leaf in (whole, *rows))
-        if not are_tensors or not is_rows(whole, len(alone)):
-            continue
-        if not all(is_rows(row, 1) for row in rows):
-            continue
-        found = _of_leaf(whole, [row[0] for row in rows])  # type: ignore[index]
+        found = None
+        if are_tensors and is_rows(whole, len(alone)) and all(is_rows(row, 1) for row in rows):
+            found = _of_leaf(whole, [row[0] for row in rows])  # type: ignore[index]
         if found is not None:
             dims, values[path] = found
             axes += [Axis(path, dim, left) for dim, left in dims]
