@@ -186,10 +186,16 @@ class Pass:
         """
         self._note_step()
         planner, progress, source = self._planner, self._planner.progress, self._source
-        task = next(iter(planner))
-        planner.planned.clear()
+        number, batches = planner.next_number, planner.drawn()
+        if not batches:
+            raise StopIteration
         state = progress.drawn.popleft() if progress.drawn else progress.sampler
-        batch = source.collate(source.samples.load(task))
+        if self._cache is not None and source.samples.draws_nothing():
+            samples = source.samples.get(batches[0])
+        else:
+            [plan] = planner.plans(batches, *planner.outlook(), number)
+            samples = source.samples.load(plan.task)
+        batch = source.collate(samples)
         progress.sampler, progress.yielded = state, progress.yielded + 1
         return batch
 

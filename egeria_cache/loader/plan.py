@@ -165,13 +165,9 @@ class Planner:
         if self.planned:
             self.planned.popleft()
 
-    def _draw(self, views: Sequence[View], seeds_all: bool | None, count: int = 1) -> bool:
-        """Plan so many batches with one look-up; whether there was one.
-
-        What other processes have stored by now is found: ranks that share a directory find in one
-        epoch what any of them has stored in the one before.
-        """
-        first, batches, progress = self.next_number, list[list[Any]](), self.progress
+    def drawn(self, count: int = 1) -> list[list[Any]]:
+        """Return the next batches that the sampler draws, so many as long as there are some."""
+        batches, progress = list[list[Any]](), self.progress
         # By next() alone: to some, iter() is a new epoch.
         while len(batches) < count and (indices := next(self.index_batches, None)) is not None:
             batches.append(list(indices))
@@ -180,23 +176,36 @@ class Planner:
         progress.asked = max(progress.asked, self.next_number + has_ended)
         if has_ended:
             self.index_batches = iter(())  # it is not asked again
-        if not batches:
-            return False
+        return batches
+
+    def _draw(self, views: Sequence[View], seeds_all: bool | None, count: int = 1) -> bool:
+        """Plan so many batches with one look-up; whether there was one.
+
+        What other processes have stored by now is found: ranks that share a directory find in one
+        epoch what any of them has stored in the one before.
+        """
+        first = self.next_number
+        for plan in self.plans(self.drawn(count), views, seeds_all, first):
+            self.planned.append(plan)
+            self.undispatched.append(plan.misses)
+            if plan.entry is not None:
+                self.unread.append(plan.entry)
+        return self.next_number > first
+
+    def plans(
+        self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int
+    ) -> list[Plan]:
+        """Return plans of batches, of which the first has this number."""
         plans = list[Plan]()
         with self.beside:
-            plans = self._plans(batches, views, seeds_all, first)
+            plans = self._plans(batches, views, seeds_all, first) if batches else []
         if not plans:  # no more can be told of samples than what the sampler drew
             seed = None if seeds_all is None else self.source.seed
             for number, indices in enumerate(batches, first):
                 ids = [("", repr(index)) for index in indices]
                 task = Task(number, indices, ids, [0] * len(ids), seed, bool(seeds_all))
                 plans.append(Plan(task, task))
-        for plan in plans:
-            self.planned.append(plan)
-            self.undispatched.append(plan.misses)
-            if plan.entry is not None:
-                self.unread.append(plan.entry)
-        return True
+        return plans
 
     def _plans(
         self, batches: list[list[Any]], views: Sequence[View], seeds_all: bool | None, first: int

@@ -95,14 +95,15 @@ class SampleLoader:
             seen = seen._replace(decides=deciding(roots, lambda: self._described(some)))
         return seen
 
+    def draws_nothing(self) -> bool:
+        """Whether `get` does for a batch: no sample was seen to draw, nor is it time to look."""
+        self._num_undrawn = num = self._num_undrawn + 1
+        return not self.drawn and bool(num & (num - 1)) and num % _SELDOM > 0
+
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
         if task.seed is None or not task.indices:
             return self.get(task.indices)
-        if not (task.seeds_all or self.drawn or get_worker_info()):
-            self._num_undrawn = num = self._num_undrawn + 1
-            if num & (num - 1) and num % _SELDOM:
-                return self.get(task.indices)
         transforms = list(_seedable(self.dataset))
         if transforms:
             self.drawn |= {"transforms"}
