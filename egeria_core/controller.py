@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from egeria_cache import BoundaryMoved, FrozenPrefix
 from egeria_cache.arguments import names_known
+from egeria_cache.skip import to_shards
 from egeria_core.config import ControllerConfig, EvaluatorKind, ReferenceKind
 from egeria_core.history import History, Verdict
 from egeria_core.policies import Policy, PolicyError, Prospect, Reading, make_policy
-from egeria_core.ranks import Ranks, rebuild, to_shards, unwrap
+from egeria_core.ranks import Ranks, rebuild, unwrap
 from egeria_core.reference import ActivationMeter
 from egeria_core.rules import RISE, Bootstrap, MeanLoss, MeanRate, Remembered, UnfreezeRule
 from egeria_core.savings import Schedule, saved_parts

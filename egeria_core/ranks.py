@@ -12,7 +12,6 @@ optimizer has. A unit's own parts are named in `egeria_cache/skip/model/fsdp.py`
 from __future__ import annotations
 
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,12 +131,6 @@ _HOOKS = {name for name in vars(nn.Module()) if re.search(r"ward(_pre)?_hooks", 
 """Of forward and backward, whichever this version of PyTorch has."""
 
 
-def _units(model: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called with."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
-
-
 def sharding_group(model: nn.Module) -> Any:
     """Return the process group that a model is sharded over; None if it is not.
 
@@ -145,15 +138,9 @@ def sharding_group(model: nn.Module) -> Any:
     """
     sharded = next((p for p in model.parameters() if is_sharded(p)), None)
     if sharded is None:
-        return None if not _units(model) else dist.group.WORLD
+        return dist.group.WORLD if states_in(model) else None
     mesh = sharded.device_mesh  # type: ignore[attr-defined]
     return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-
-
-def to_shards(model: nn.Module) -> None:
-    """Put the DTensors in their places: after an evaluation, FSDP2 leaves some units whole."""
-    for unit in _units(model):
-        unit.reshard()
 
 
 def unsharded_names(model: nn.Module) -> dict[int, str]:

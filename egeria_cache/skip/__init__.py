@@ -16,7 +16,7 @@ from egeria_cache.skip.engine import MAX_CHAINS, SkipEngine
 from egeria_cache.skip.model.calls import Recorder, intercept
 from egeria_cache.skip.model.entered import inner_model, module_named, ordinary_arguments
 from egeria_cache.skip.model.frozen import FrozenPrefix, differs_in_training
-from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in
+from egeria_cache.skip.model.fsdp import groups_of, is_sharded, states_in, to_shards
 from egeria_cache.skip.prove.dry_run import blocks, holds_stage
 from egeria_cache.skip.serve.cut import Cut, Step
 from egeria_cache.skip.serve.trace import leaves_behind
@@ -25,4 +25,5 @@ __all__ = [
     "MAX_CHAINS", "Cut", "FrozenPrefix", "RandomState", "Recorder", "SkipEngine", "Step",
     "blocks", "differs_in_training", "groups_of", "holds_stage", "inner_model", "intercept",
     "is_sharded", "leaves_behind", "module_named", "ordinary_arguments", "states_in",
+    "to_shards",
 ]  # fmt: skip

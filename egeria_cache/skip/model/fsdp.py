@@ -60,6 +60,13 @@ def states_in(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in found if state is not None}.values())
 
 
+def to_shards(model: nn.Module) -> None:
+    """Put the DTensors in their places: after an evaluation, FSDP2 leaves some units whole."""
+    for state in states_in(model):
+        for module in state._modules:
+            module.reshard()
+
+
 def is_mark(key: str) -> bool:
     """Whether it is an attribute by which PyTorch notes on a module what was applied to it; the
     names of some end otherwise in every process.
@@ -305,7 +312,7 @@ class ShardedFront:
                 frozen += [(state, p) for p in ours if not p.sharded_param.requires_grad]
         self._agree([one for _, one in frozen], tried.error)
         if self.why_not is None and frozen:
-            self._reshard()
+            to_shards(self._model)
             self._held = {one: _whole(state, one) for state, one in frozen}
             for state in states:
                 self._take(state)
@@ -339,14 +346,9 @@ class ShardedFront:
     def _give_back(self) -> None:
         self._after(self._model, None, None)
         if self._held:
-            self._reshard()  # else some would be whole, and those that come back would not
+            to_shards(self._model)  # else some would be whole, and those that come back would not
         self._undo.close()
         self._held, self.is_ready = {}, False
-
-    def _reshard(self) -> None:
-        for state in states_in(self._model):
-            for module in state._modules:
-                module.reshard()
 
 
 def _modules(parameter: Any) -> list[nn.Module]:
