@@ -358,20 +358,22 @@ def _some_elements(tensor: Tensor) -> Tensor | None:
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta:
         return None
     plain = _in_memory(tensor)
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
     extent = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
     step = max(1, extent // _SAMPLED)
     return bits(plain.as_strided((min(_SAMPLED, extent),), (step,), plain.storage_offset()))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """Return it as it lies there: conjugated by nobody, and of what is quantised the bytes."""
+    """Return it as it lies there: conjugated by nobody, in real numbers, and of what is quantised
+    the bytes.
+    """
     plain = tensor.detach()
     if plain.is_quantized:
         whole = torch.empty(0, dtype=torch.uint8, device=plain.device)
         return whole.set_(plain.untyped_storage())
     plain = plain.conj() if plain.is_conj() else plain
-    return plain._neg_view() if plain.is_neg() else plain
+    plain = plain._neg_view() if plain.is_neg() else plain
+    return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 def _pieces(tensor: Tensor) -> list[memoryview]:
@@ -380,7 +382,7 @@ def _pieces(tensor: Tensor) -> list[memoryview]:
         return []
     with torch._C.DisableTorchFunctionSubclass():
         data = _in_memory(tensor).reshape(-1)
-        if data.data_ptr() != tensor.data_ptr() or data.is_complex():
+        if data.data_ptr() != tensor.data_ptr():
             return []
         whole = data.view(torch.uint8).numpy()
     return [whole[i : i + _CHUNK_BYTES].data for i in range(0, len(whole), _CHUNK_BYTES)]

@@ -236,7 +236,6 @@ class Layout:
                 keys_of = partial(_keys_but, apart) if apart else tuple
                 self.looks.append((where, partial(keys_of, value)))
                 items = chain.from_iterable(pair for pair in value.items() if pair[0] not in apart)
-            if isinstance(value, dict):
                 self.lay_out(where, value, value)
             elif not isinstance(value, tuple):
                 self.live.append((where, value))
