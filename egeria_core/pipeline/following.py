@@ -58,15 +58,10 @@ class PipelineController(FreezeController):
 
     @property
     def _is_mine(self) -> bool:  # type: ignore[override]
-        return self.per_layer or self.front_owner == self.pipeline.rank
+        return self.per_layer or self.pipeline.owner(self.num_frozen) == self.pipeline.rank
 
     def _follow(self) -> None:
         self.pipeline.freeze_to(self.num_frozen)
-
-    @property
-    def front_owner(self) -> int:
-        """The rank that trains the frontmost active layer."""
-        return self.pipeline.owner(self.num_frozen)
 
 
 class _PipelineRanks(Ranks):
@@ -84,7 +79,7 @@ class _PipelineRanks(Ranks):
         if any(other != frozen for other, _ in everyone):
             raise EgeriaError("the ranks of a pipeline have frozen different numbers of layers")
         if not self._controller.per_layer:
-            return list(everyone[self._controller.front_owner][1])
+            return list(everyone[self._controller.pipeline.owner(frozen)][1])
         read = [{verdict.step: verdict.values for verdict in own} for _, own in everyone]
         return [
             Verdict(step, frozen, None, self._joined([own.get(step) for own in read]))
