@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import compress, count
 from typing import Any
 
@@ -28,7 +29,7 @@ from egeria_cache import attempt
 from egeria_cache.attempt import is_beside
 from egeria_cache.batch import Rows, SampleId
 from egeria_cache.device import leave_captures_alone, pinned, pins, room, uploaded
-from egeria_cache.prefetch.ring import Place, Ring, numbered
+from egeria_cache.prefetch.ring import Ring, numbered
 from egeria_cache.prefetch.view import ACTIVATION, KEPT, LENGTHS, View
 from egeria_cache.store import Located, NotInMemoryError
 
@@ -96,8 +97,8 @@ class PlannedEntry:
         self._prefetcher: Prefetcher | None = None
         """By which it is read when it is asked for, if it was not read beside another one."""
         self._process = os.getpid()
-        self._ring: Ring | None = None
-        self._place: Place | None = None
+        self._gather: Callable[[Mapping[str, Sequence[int]]], dict[str, Tensor]] | None = None
+        """Takes the rows out of a ring, where they lie in one, as large as they are to be."""
         self._rows: dict[str, Tensor] | None = None
 
     @property
@@ -149,11 +150,10 @@ class PlannedEntry:
         return rows
 
     def _load_again(self) -> dict[str, Tensor]:
-        if self._ring is not None:
-            assert self._place is not None
+        if self._gather is not None:
             sizes = self._sizes(self.whole or self.longest)
             with suppress(LookupError):
-                return self._ring.gather(self._place, sizes)
+                return self._gather(sizes)
         # Served before, and perhaps written to by the loop since; or held back for longer than the
         # ring remembers: read again.
         with attempt.without_modes():
@@ -286,7 +286,7 @@ class Prefetcher:
         for name, sizes in entry._sizes(entry.longest).items():
             if (torch.as_tensor(place.kept[SIZES + name]) > torch.tensor(sizes)).any():
                 raise LookupError("a row is larger than is known to be right")
-        entry._place, entry._ring = place, ring
+        entry._gather = partial(ring.gather, place)
 
     def _read_together(self, first: PlannedEntry, *, in_memory: bool = False) -> bool:
         """Read a batch's rows, and keep them with it; whether they are there. With them go those of
