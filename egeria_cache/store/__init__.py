@@ -8,7 +8,7 @@ A generation is one LMDB environment. The way of a read: `store` > `generation` 
 of `disk/files` > one call of the compiled `kernel.c` (through `codecs`), or without it > `record`
 > `codecs`; of a write: `generation` > `writer` > `record` > a commit of `disk/files`. `disk` has
 the files: the directory, its limit and its locks, what a generation is (`place`),
-LMDB itself (`environment`), and what lies in it (`files`). For `cache-inspect`: `report`.
+LMDB itself, and what lies in it (`files`). For `cache-inspect`: `report`.
 """
 
 from egeria_cache.store.codecs import kernel

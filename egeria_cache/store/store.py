@@ -22,8 +22,7 @@ from egeria_cache.arguments import Codec, StorageDtype, check_choice, names_know
 from egeria_cache.errors import ForeignError, StoreError
 from egeria_cache.store.codecs import Coder
 from egeria_cache.store.disk import place
-from egeria_cache.store.disk.environment import tree_problem
-from egeria_cache.store.disk.files import GenerationFiles, is_unfinished
+from egeria_cache.store.disk.files import GenerationFiles, is_unfinished, tree_problem
 from egeria_cache.store.disk.place import DamagedError, Manifest, dumped
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.writer import Writer

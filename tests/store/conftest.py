@@ -15,7 +15,7 @@ from torch import Tensor
 
 from egeria_cache.store import reader
 from egeria_cache.store.codecs import SWITCH, Kernel, kernel
-from egeria_cache.store.disk.environment import DATA_NAME
+from egeria_cache.store.disk.files import DATA_NAME
 from egeria_cache.store.generation import encode_keys
 from tests.helpers.stored import ActivationStore
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-import egeria_cache.store.disk.environment as environment_module
+import egeria_cache.store.disk.files as files_module
 import egeria_cache.store.disk.place as place_module
 import egeria_cache.store.generation as generation_module
 from egeria_cache.errors import ForeignError, StoreError
@@ -350,7 +350,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_neither_changed_nor_set_asid
 
     fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with monkeypatch.context() as patched, ActivationStore(copy) as store:
-        patched.setattr(environment_module, "verify", fail)
+        patched.setattr(files_module, "verify", fail)
         for fields in FIELDS:
             with pytest.raises(StoreError, match="Input/output error"):
                 store.open_generation(fields)

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from egeria_cache.store.codecs import Coder
-from egeria_cache.store.disk.environment import DATA_NAME
-from egeria_cache.store.disk.files import Totals
+from egeria_cache.store.disk.files import DATA_NAME, Totals
 from egeria_cache.store.generation import encode_keys
 from egeria_cache.store.record import encode_rows
 from egeria_cache.store.writer import Job
