@@ -136,7 +136,13 @@ class Weights:
         moved = {}
         closely = wholly or self.looks_closely
         # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
-        with without_modes(), torch.inference_mode(False), torch.no_grad():
+        # Nor have classes of tensors, where no mode is on.
+        with (
+            torch._C.DisableTorchFunction(),
+            without_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             for key, (name, held, grad) in self._kept.items():
                 tensor = held.tensor
                 if held.put_back(closely):
