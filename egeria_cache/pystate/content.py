@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,9 @@ _MADE_IN_PYTHON = 1 << 9
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device,
            torch.Size, enum.Enum)  # fmt: skip
 _MAX_TEXTS = 20_000
-_BY_NAME = (ModuleType, nn.Module, FunctionType, MethodType, random.SystemRandom)
+_BY_NAME = (
+    ModuleType, nn.Module, FunctionType, BuiltinFunctionType, MethodType, random.SystemRandom
+)  # fmt: skip
 
 
 def digest(value: Any) -> str:

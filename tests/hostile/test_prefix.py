@@ -410,21 +410,30 @@ def double(module, args, out=None):
 class Scaling:
     """What a hook is, or is a method of."""
 
+    calls, by = 0, 1.0
+
     def __init__(self):
         self.factor = [1.0]
 
     def __call__(self, module, args, out):
-        return out * self.factor[0]
+        self.calls += 1
+        return out * self.by
 
     def scaled(self, module, args, out):
         return out * self.factor[0]
 
 
-@hostile(over={"an object": lambda own: own, "a method": lambda own: own.scaled})
-def test_what_a_hook_of_the_front_holds_is_obeyed(run, hook):
+SCALING = {
+    "an object": (lambda own: own, lambda own: setattr(own, "by", 2.0)),
+    "a method": (lambda own: own.scaled, lambda own: own.factor.__setitem__(0, 2.0)),
+}
+
+
+@hostile(over=SCALING)
+def test_what_a_hook_of_the_front_holds_is_obeyed(run, hook, change):
     model, own = Net(), Scaling()
     model.early.register_forward_hook(hook(own))
-    changed(run, lambda model: own.factor.__setitem__(0, 2.0), model)
+    changed(run, lambda model: change(own), model)
 
 
 REGISTERS = {
@@ -479,13 +488,6 @@ def test_a_hook_that_looks_on_and_is_made_again_for_each_batch_is_the_same(run):
     run.see(torch.stack(means))
 
 
-class Counting:
-    calls = 0
-
-    def __call__(self, *_):
-        self.calls += 1
-
-
 KEPT = {"some": torch.relu, "all": torch.neg, "places": lambda out: out.argmax(-1)}
 
 
@@ -495,5 +497,5 @@ def test_features_that_hooks_keep_are_no_change_of_the_front(run, kept):
     for part in ("early", "middle", "late"):
         keep = lambda m, a, out, part=part: found.setdefault(part, []).append(kept(out))  # noqa: E731
         model.get_submodule(part).register_forward_hook(keep)
-    model.early.register_forward_hook(Counting())
+    model.early.register_forward_hook(Scaling())
     run.fit(model, run.loader(rows()), 3, each_epoch=lambda _: found.clear())

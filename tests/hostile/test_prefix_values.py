@@ -774,6 +774,7 @@ def given(values):
 
 
 CELLS, ONE, SYSTEM = (cell(1.0), cell(2.0)), One(), random.SystemRandom()
+CONFIGS = [Config(one) for one in CELLS]
 ANOTHER = {
     "a new object in the place of one that is gone": (
         scale, lambda step: Config(1.0 if step < 6 else 2.0),
@@ -782,6 +783,8 @@ ANOTHER = {
     "a number that decides from a threshold on": (lambda k: 1.0 + (k > 6), lambda step: step),
     "there or not": (lambda t: 1.0 + (t is None), lambda step: torch.ones(1) if step > 8 else None),
     "code of one name": (call, lambda step: CELLS[step > 5]),
+    "code in an object": (lambda at: at.scale(), lambda step: CONFIGS[step > 5]),
+    "code of Python's": (lambda f: f(torch.ones(1)), lambda step: (torch.sin, torch.cos)[step > 5]),
     "a word that is asked for": (lambda task: 1.0 + (task == "b"), lambda step: "acb"[step % 3]),
 }  # fmt: skip
 
@@ -804,3 +807,22 @@ NO_OTHER_FRONT = {
 @hostile(over=NO_OTHER_FRONT, served=True)
 def test_arguments_that_do_not_make_another_front_are_served(run, make, values):
     trained(run, given(values), model=make(), epochs=5)
+
+
+CALLED = {
+    "before": lambda m, x, tick: m.back(m.middle(tick(m.early(x)))),
+    "behind": lambda m, x, tick: tick(m.back(m.front(x))),
+}
+
+
+@hostile(over=CALLED, served=True)
+def test_what_a_call_is_given_is_called_once(run, forward):
+    calls = 0
+
+    def tick(h):
+        nonlocal calls
+        calls += 1
+        return h
+
+    trained(run, lambda m, b: F.cross_entropy(m(b[0], tick), b[1]), model=net(forward=forward))
+    run.see(calls)

@@ -96,7 +96,8 @@ class DryRun:
 
     def __post_init__(self) -> None:
         shared = model_copy.shared_modules(self.model)
-        self._surroundings, self._weights = Surroundings(self.model, shared), Weights()
+        given = self.call.code().values()
+        self._surroundings, self._weights = Surroundings(self.model, shared, given), Weights()
 
     @in_turns()
     @uncollected()

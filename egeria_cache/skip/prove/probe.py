@@ -345,7 +345,7 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
     own.
     """
     leaves, tagged = traced.call.leaves, traced.call.tagged
-    code = {i for i, leaf in enumerate(leaves) if callable(leaf) and not isinstance(leaf, type)}
+    code = traced.call.code().keys()
     found: list[Any] = [
         i
         for i, leaf in enumerate(leaves)
@@ -363,7 +363,7 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
             apart = found if len(found) > 1 else []
             found = [one for one in apart if _is_same_without(traced, plan, known, [one])]
     plan.free = frozenset(one for one in found if type(one) is int) - code
-    plan.given = [leaves[i] for i in sorted(code.difference(found))]
+    plan.given = [leaves[i] for i in sorted(code - {*found})]
     plan.numbers = [one for one in found if type(one) is tuple]
     plan.attributes -= {(id(module), key) for module, key in plan.numbers}
     for position in plan.free & plan.pinned.keys():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from types import MethodType, SimpleNamespace
+from types import BuiltinMethodType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ from egeria_cache.pystate import Content, own_attributes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 PLAIN = (bool, int, float, str, bytes, type(None))
+_METHODS = MethodType, BuiltinMethodType
+_NO_CODE = (Tensor, type, *PLAIN)
 _ONE_LEAF = frozenset({Tensor, BatchTensor, AbsentTensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""
 _GONE = "no longer there"
@@ -208,6 +210,11 @@ class Invocation:
         elif not batch.size:
             why_not = why_not or "the batch is empty"
         return cls(leaves, layout, tagged, batch, (args, kwargs), why_not=why_not)
+
+    def code(self) -> dict[int, Any]:
+        """Return what it is given that may be run, or holds such a thing, by position."""
+        found = ((i, one) for i, one in enumerate(self.leaves) if not isinstance(one, _NO_CODE))
+        return {i: one for i, one in found if callable(one) or not Content(one).is_all}
 
     def rebuild(self, swap: Callable[[int, Any], Any]) -> Arguments:
         """Return (args, kwargs) with each tensor leaf replaced by `swap(position, leaf)`."""
@@ -378,13 +385,13 @@ class _Itself:
     one: Any
 
     def __eq__(self, other: object) -> bool:
-        is_bound = isinstance(other, _Itself) and type(self.one) is type(other.one) is MethodType
+        is_bound = isinstance(other, _Itself) and type(self.one) is type(other.one) in _METHODS
         return isinstance(other, _Itself) and (
             self.one is other.one or (is_bound and self.one == other.one)
         )
 
     def __hash__(self) -> int:
-        return hash(self.one) if type(self.one) is MethodType else id(self.one)
+        return hash(self.one) if type(self.one) in _METHODS else id(self.one)
 
 
 def _untagged(leaves: list[Any]) -> str:

@@ -60,13 +60,16 @@ class Surroundings:
     Args:
         model: The model.
         shared: Modules that are not copied for a dry run.
+        given: Code that it is called with.
     """
 
-    def __init__(self, model: nn.Module, shared: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, shared: Iterable[nn.Module] = (), given: Iterable[Any] = ()
+    ) -> None:
         self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
         self._outside = Reach(self._is_beyond, follows_code=False)
-        self._of_modules: list[Any] = []
-        """Their hooks, and what they hold that is not copied with them."""
+        self._of_modules: list[Any] = [*given]
+        """Their hooks, what they hold that is not copied with them, and what they are given."""
         code = _global_hooks()
         for module in model.modules():
             own = module.__dict__

@@ -231,8 +231,7 @@ class Layout:
         elif isinstance(value, (*TABLES, list, tuple, set, deque)):
             items = values_of(value)
             if isinstance(value, TABLES):
-                marks = (mark for mark in self._apart if isinstance(mark, tuple))
-                apart = {key for holder, key in marks if holder == id(value)}
+                apart = self._apart_in(value)
                 keys_of = partial(_keys_but, apart) if apart else tuple
                 self.looks.append((where, partial(keys_of, value)))
                 items = chain.from_iterable(pair for pair in value.items() if pair[0] not in apart)
@@ -279,12 +278,18 @@ class Layout:
         elif (own := own_dict(value)) is not None and not pystate.is_beyond(value):
             if (named := self._code.named_of(value)) is not None:
                 self._look_at(where, value, named)
-            elif any((id(value), key) in self._apart for key in own):
+            elif apart := self._apart_in(value):
+                self.looks.append((where, partial(_keys_but, apart, own)))
                 self._look_at(where, value, own)
             else:
                 self.look_into(where, own, 2 * is_installed(type(value)))
         else:
             self._look_at(where, value, own_slots(value))
+
+    def _apart_in(self, value: Any) -> set[Any]:
+        """Return the names in it that decide nothing."""
+        marks = (mark for mark in self._apart if isinstance(mark, tuple))
+        return {key for holder, key in marks if holder == id(value)}
 
     def spaces(self, kind: type) -> list[Any]:
         """Return what a class and its bases hold, each as one object for all who ask."""
