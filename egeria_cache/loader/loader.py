@@ -402,8 +402,7 @@ class EgeriaLoader(DataLoader[T_co]):
         what = self.source.fingerprint.changed()
         self.cache.api.took_beside(time.perf_counter() - began)
         if what is not None:
-            is_shared = self.source.fingerprint.is_shared
-            stuck = self._persistent is not None and not (at_end or is_shared)
+            stuck = self._persistent is not None and not self.source.fingerprint.is_shared
             unseen = "its persistent workers do not see that its data set has changed"
             last = self._progress
             midway = at_end or (last.start is not None and not last.finished)

@@ -160,11 +160,6 @@ class Planner:
         self.is_midway = bool(self.planned) and left > _LAST
         return plan
 
-    def skip(self) -> None:
-        """Forget the next plan: its samples could not be loaded."""
-        if self.planned:
-            self.planned.popleft()
-
     def drawn(self, count: int = 1) -> list[list[Any]]:
         """Return the next batches that the sampler draws, so many as long as there are some."""
         batches, progress = list[list[Any]](), self.progress

@@ -128,7 +128,10 @@ class Fingerprint:
         self._roots, self._source = roots, source
         self._text: str | None = None
         self.is_shared = False
-        """Whether all that was seen to change last lies where every process sees it."""
+        """Whether all that was seen to change last lies where every process sees it, and lay there
+        before."""
+        self._in_memory = dict[str, int]()
+        """Where what is shared was when the data were looked at last, by path."""
         self._known, self.is_new = set[str](), True
         """All texts that were taken, and whether the last one was none of those before it."""
         self.age = 0
@@ -184,6 +187,7 @@ class Fingerprint:
             tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
             tensors.sort(key=attrgetter("requires_grad"), reverse=True)
             self._tensors, self._noted = tensors[:_MAX_TENSORS], self._glance
+            self._in_memory = _shared(self._glance)
         self._versions = list(map(_version, self._tensors))
         now = time.perf_counter()
         self._free_s[midway] -= now - started
@@ -208,8 +212,8 @@ class Fingerprint:
         full, self.is_shared = Portrait(self._roots), False
         if surely := self._surely(before, full):
             self._edited.update(path for path in surely if is_below(path, self._grown))
-            held = {one.path: one.where for one in quick.places}
-            self.is_shared = all(is_in_shared_memory(held.get(path)) for path in surely)
+            lies = _shared(quick)
+            self.is_shared = all(self._in_memory.get(path, 0) == lies.get(path) for path in surely)
             return surely[0]
         moved = before.differences(full, self._shown.moved, self._grown) if is_due else []
         self._portraits = quick, full
@@ -300,6 +304,12 @@ class Fingerprint:
         self._shown, self._seen = seen, (indices, seen)
         self._grown |= seen.grown
         self._prints = dict(zip(indices, seen.prints, strict=True))
+
+
+def _shared(portrait: Portrait) -> dict[str, int]:
+    """Return where in memory that processes share something lies, by path."""
+    shared = (one for one in portrait.places if is_in_shared_memory(one.where))
+    return {one.path: _place(one.where) or id(one.where) for one in shared}
 
 
 def sample_print(sample: Any) -> int | None:

@@ -149,16 +149,14 @@ def test_a_batch_that_holds_itself_is_not_followed_for_ever():
     assert set(structure.paths) == {".x", ".me"}
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, 2).to_sparse(),
-        torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged),
-        torch.nn.Parameter(torch.zeros(3, 2)),
-        torch.zeros(3, 2, device="meta"),
-    ],
-    ids=["sparse", "nested", "subclass", "meta"],
-)
+OTHERS = {
+    "sparse": torch.zeros(3, 2).to_sparse(), "subclass": torch.nn.Parameter(torch.zeros(3, 2)),
+    "nested": torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged),
+    "meta": torch.zeros(3, 2, device="meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", OTHERS.values(), ids=OTHERS)
 def test_tensors_of_other_kinds_are_no_rows(tensor):
     _, leaves = flatten({"x": tensor}, 3)
     assert leaves["['x']"] is tensor
@@ -166,11 +164,8 @@ def test_tensors_of_other_kinds_are_no_rows(tensor):
 
 
 def test_what_is_not_one_value_per_sample_is_no_row():
-    assert not is_rows(torch.tensor(3.0), 3)
-    assert not is_rows(torch.zeros(2, 3), 3)
-    assert not is_rows(["a", "b"], 3)
-    assert not is_rows([[1], [2], [3]], 3)
-    assert not is_rows(7, 3)
+    others = torch.tensor(3.0), torch.zeros(2, 3), ["a", "b"], [[1], [2], [3]], 7
+    assert not any(is_rows(one, 3) for one in others)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20))

@@ -175,12 +175,24 @@ def test_what_the_collate_function_does_is_obeyed(run, make):
     changing(run, rows(), change, collate_fn=collate)
 
 
+STAYING = {"num_workers": 1, "persistent_workers": True}
+
+
 @hostile(served=True)
 def test_persistent_workers_see_what_is_written_to_shared_memory(run):
     data = Pairs()
     data.x.share_memory_()
-    kwargs = {"num_workers": 1, "persistent_workers": True}
-    changing(run, data, lambda loader: loader.dataset.x.mul_(2), **kwargs)
+    changing(run, data, lambda loader: loader.dataset.x.mul_(2), **STAYING)
+
+
+@hostile(over={"before a pass": ("each_epoch", 1), "in a pass": ("each_step", 4)})
+def test_persistent_workers_do_not_see_what_takes_the_place_of_memory(run, each, when):
+    data, model = Pairs(), run.freeze(Net(), "middle")
+    data.x.share_memory_()
+    x = torch.cat([data.x[:9], 2 * data.x[9:10], data.x[10:]]).share_memory_()
+    change = {each: lambda number: number != when or setattr(data, "x", x)}
+    run.fit(model, run.loader(data, **STAYING), **change)
+    run.fit(model, run.loader(data))
 
 
 @hostile
