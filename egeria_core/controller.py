@@ -45,7 +45,8 @@ class FreezeController(Remembered):
         cache: Anything with `on_boundary_moved(event)`, such as `egeria_cache.ActivationCache`.
         policy: Name of a policy, or an object with the methods of `policies.Policy`. None: `budget`
             where the schedule's end is known, by `total_steps` or by the scheduler, the optimizer
-            is one of torch's kind, and no option of `plasticity` is given; and else `plasticity`.
+            is one of torch's kind, and `harm_budget`, or no option of `plasticity`, is given; and
+            else `plasticity`.
         lr_scheduler: The torch scheduler that sets the optimizer's rates, or a function of the
             optimizer step (counted from 0) that returns the rate. With it the learning rate that
             is left is summed exactly; it is read, never stepped.
@@ -115,8 +116,9 @@ class FreezeController(Remembered):
         if policy is None:
             usual = ControllerConfig()
             is_paper = any(getattr(self.config, n) != getattr(usual, n) for n in PAPER_OPTIONS)
-            is_told = schedule.has_end and can_be_read(optimizer) and not is_paper
-            policy = "budget" if is_told else "plasticity"
+            is_told = schedule.has_end and can_be_read(optimizer)
+            is_budget = is_told and (harm_budget is not None or not is_paper)
+            policy = "budget" if is_budget else "plasticity"
         self.policy = make_policy(policy, self.config)
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:

@@ -171,6 +171,8 @@ def test_it_is_the_default_where_the_end_is_known() -> None:
     assert isinstance(Run().controller.policy, BudgetPolicy)
     assert isinstance(Run(lr_scheduler=None).controller.policy, BudgetPolicy)
     assert isinstance(Run("onecycle", total_steps=None).controller.policy, BudgetPolicy)
+    assert isinstance(Run(window=5).controller.policy, BudgetPolicy), "harm_budget is given as well"
+    assert isinstance(Run(window=5, harm_budget=None).controller.policy, PlasticityPolicy)
     without = Run(total_steps=None, lr_scheduler=None, evaluate_every=2)
     assert isinstance(without.controller.policy, PlasticityPolicy)
     with pytest.raises(ValueError, match="total_steps"):
