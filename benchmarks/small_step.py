@@ -74,7 +74,7 @@ NAMED = (
     ("counting", policy.Counters, "batch"),
     ("rows of the entry", prefetch.PlannedEntry, "load"),
     ("what is left out", placeholder.Scene, "leave_out"),
-    ("skipped modules' calls", replay.ReplayRun, "__call__"),
+    ("skipped modules' calls", replay.PrefixRun, "__call__"),
     ("the model's code on placeholders", placeholder.Placeholder, "__torch_dispatch__"),
     ("replay", replay, "replay"),
     ("the rest of the engine", engine.SkipEngine, "_called_with"),

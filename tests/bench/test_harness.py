@@ -13,7 +13,7 @@ from docstrings import Docstrings
 from torch.utils.data import Subset
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import device
+from benchmarks import device, small_step
 from benchmarks.forward_skip.__main__ import plot
 from benchmarks.forward_skip.bench import Bench
 from benchmarks.forward_skip.cells import measure
@@ -61,6 +61,7 @@ def test_a_quick_run_is_printed_and_not_kept(tmp_path, monkeypatch, capsys, quic
 def test_every_benchmark_is_listed_and_its_results_are_known_by_its_name():
     assert set(benchmarks.benchmarks()) == set(KNOWN)
     assert all(text.strip() for text in benchmarks.benchmarks().values())
+    assert all(key in vars(owner) for _, owner, key in small_step.NAMED), "what is timed is there"
 
 
 # The first run on an accelerator, tiny on the CPU: it says so, and keeps nothing.
