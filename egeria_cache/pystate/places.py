@@ -324,7 +324,10 @@ class Generator(Place):
         """Return its state, as bytes."""
         if isinstance(where, torch.Generator):
             return where.get_state().numpy().tobytes()
-        return pickle.dumps(getattr(where, "bit_generator", where).__getstate__())
+        pickler = pickle.Pickler(found := io.BytesIO())
+        pickler.fast = True  # no references, which would depend on who else holds the parts
+        pickler.dump(getattr(where, "bit_generator", where).__getstate__())
+        return found.getvalue()
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it go on from there."""

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from egeria_cache.pystate import Portrait
+from egeria_cache.pystate import Portrait, Snapshot
 from egeria_cache.samples import Draws, LoaderSource
 from egeria_cache.samples.fingerprint import Fingerprint
 from tests.helpers.forked import started
@@ -506,5 +506,10 @@ def test_one_object_in_the_place_of_another_is_seen():
     before = Portrait({"data set": data}, thorough=False)
     assert not before.differences(Portrait({"data set": data}, thorough=False), set())
     data.first = other
-    after = Portrait({"data set": data}, thorough=False)
-    assert before.differences(after, set())
+    assert before.differences(Portrait({"data set": data}, thorough=False), set())
+
+
+def test_a_generator_that_is_put_back_reads_as_it_did():
+    kept = Snapshot([("", own := np.random.Generator(np.random.MT19937(5)))])
+    own.random(), kept.put_back()
+    assert not kept.has_moved()

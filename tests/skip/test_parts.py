@@ -129,9 +129,7 @@ def test_objects_are_compared_by_what_they_hold():
 
 
 def test_not_a_number_in_a_weight_is_no_change():
-    weight = torch.full((4,), float("nan"))
-    guard = PrefixGuard([("weight", None, weight)])
-    assert guard.changed() is None
+    assert PrefixGuard([("weight", None, torch.full((4,), float("nan")))]).changed() is None
 
 
 # A look at elements that lie anywhere in memory finds each that is written to, and no other.
@@ -185,12 +183,10 @@ def test_the_guard_sees_every_kind_of_change_by_name():
     model, guard = watch()
     model[0].weight.data = model[0].weight.data.clone()
     assert "'0.weight'" in guard.changed()
-    model, guard = watch()
-    model[1].running_var = torch.zeros(4)
-    assert "'1.running_var'" in guard.changed()
-    model, guard = watch()
-    model[1] = nn.BatchNorm1d(4).eval()
-    assert "'1'" in guard.changed()
+    for where, key, value in ("1.", "running_var", torch.zeros(4)), ("", "1", nn.BatchNorm1d(4)):
+        model, guard = watch()
+        setattr(model.get_submodule(where[:-1]), key, value)
+        assert f"'{where}{key}'" in guard.changed()
     model, guard = watch()
     model[1].train()
     assert guard.changed() is None, "what is held is put back, whoever set it"
