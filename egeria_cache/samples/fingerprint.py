@@ -301,8 +301,11 @@ class Fingerprint:
             and self._source.look_at(indices, None).together != seen.together
         ):
             seen = seen._replace(together=None)  # the collate function draws
-        self._shown, self._seen = seen, (indices, seen)
         self._grown |= seen.grown
+        # What loading fills at first, and writes over later.
+        over = {one for one in self._grown if any(is_below(path, {one}) for path in seen.moved)}
+        seen = seen._replace(moved=seen.moved | over)
+        self._shown, self._seen = seen, (indices, seen)
         self._prints = dict(zip(indices, seen.prints, strict=True))
 
 
