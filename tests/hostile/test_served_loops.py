@@ -326,11 +326,12 @@ def hidden_loss(m, b):
 RETURNED = {
     "the loss": (lossy, lambda m, b: m(b[0], y=b[1])[1]),
     "hidden states": (returning, hidden_loss),
+    "written to": (lambda m, x: m.back((h := m.front(x)).add_(m.late(h * 1))), cross_entropy),
     "itself": (
         lambda m, x: {"features": m.middle(m.early(x)), "of": m},
         lambda m, b: F.cross_entropy((given := m(b[0]))["of"].back(given["features"]), b[1]),
     ),
-}
+}  # fmt: skip
 
 
 class Largest(nn.Linear):
@@ -338,14 +339,10 @@ class Largest(nn.Linear):
         return super().forward(found.values.view(shape))
 
 
-def given_tuples_of_pytorchs(model, x):
-    h = model.early(x)
-    return model.back(model.middle(h[:, None].max(1), h.shape))
-
-
 @hostile(served=True)
 def test_tuples_of_pytorchs_own_are_given_to_skipped_modules(run):
-    trained(run, model=net(forward=given_tuples_of_pytorchs, middle=Largest(8, 8)))
+    give = lambda m, x: m.back(m.middle((h := m.early(x))[:, None].max(1), h.shape))  # noqa: E731
+    trained(run, model=net(forward=give, middle=Largest(8, 8)))
 
 
 @hostile(over=RETURNED, served=True)

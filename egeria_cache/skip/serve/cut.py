@@ -335,7 +335,7 @@ class TensorSpec:
         if not is_one:
             view = self.fold.together(view, dim)
         if view.stride() == strides:
-            return view
+            return view.detach()  # what follows may write to it: for autograd it is no view
         return view.new_empty_strided(view.shape, strides).copy_(view)
 
 
