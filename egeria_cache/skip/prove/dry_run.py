@@ -228,9 +228,12 @@ class DryRun:
 
 def patchable(model: nn.Module) -> list[nn.Module]:
     """Return every module but the model itself, and but what lies inside compiled ones."""
-    compiled = [one for one in model.modules() if one is not model and is_compiled(one)]
-    inside = {id(part) for one in compiled for part in one.modules() if part is not one}
-    return [one for one in model.modules() if one is not model and id(one) not in inside]
+    pending, found = [model], {id(model)}
+    for module in pending:  # what lies beside a compiled one, too, may be called as it is
+        inside = module.children() if module is model or not is_compiled(module) else ()
+        pending += (new := [child for child in inside if id(child) not in found])
+        found.update(map(id, new))
+    return pending[1:]
 
 
 # ---- the boundary that finds itself --------------------------------------------------------------
