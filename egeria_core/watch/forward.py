@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,9 +205,8 @@ class LayerMap:
         self._model = model
         if layers is not None and not isinstance(layers, str):
             layers = "|".join(map(re.escape, layers))
-        self._pattern = layers
-        self._num_layers = num_layers
-        self.layers: list[Layer] = find_layers(model, self._pattern, num_layers=num_layers)
+        self._parsed = partial(find_layers, model, layers, num_layers=num_layers)
+        self.layers = self._parsed()
         self.prefixes: dict[str, Prefix] = {}
         self.parts: list[float] | None = None
         """Part of the forward's arithmetic in front of each boundary, where it was counted."""
@@ -246,13 +246,7 @@ class LayerMap:
                 type(self._model).__name__,
             )
             return
-        self.layers = find_layers(
-            self._model,
-            self._pattern,
-            num_layers=self._num_layers,
-            order=order,
-            costs=trace.costs if trace.total else None,
-        )
+        self.layers = self._parsed(order=order, costs=trace.costs if trace.total else None)
         names = self._names() | unsharded_names(self._model)
         for boundary in self.boundaries:
             modules, around, drawing = trace.before(boundary)

@@ -48,7 +48,7 @@ class Watched:
     """Refreshes, drops and fallbacks are written here."""
 
 
-class Meter:
+class Meter(Remembered):
     """Watches nothing, and has a rhythm: `prepare` before the forward of an evaluation step,
     `measure` after its optimizer step, `collect` whenever the controller wants verdicts.
 
@@ -82,13 +82,6 @@ class Meter:
         """Return verdicts, oldest first."""
         return []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later verdicts depend on."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-
     def close(self) -> None:
         """Take off hooks and stop threads; idempotent."""
 
@@ -105,7 +98,7 @@ def can_be_read(optimizer: Any) -> bool:
     return callable(getattr(bare_optimizer(optimizer), "register_step_post_hook", None))
 
 
-class MovementMeter(Meter, Remembered):
+class MovementMeter(Meter):
     """Reads one layer of the model at every `spacing`-th optimizer step, round and round.
 
     A verdict's values are: the mean loss of the steps since the last one, the sum of the learning
@@ -244,12 +237,12 @@ class MovementMeter(Meter, Remembered):
     def state_dict(self) -> dict[str, Any]:
         """Return what was summed since the last reading, and whose turn it is."""
         self._read = {layer: row.cpu() for layer, row in self._read.items()}
-        return Remembered.state_dict(self)
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.bind()
-        Remembered.load_state_dict(self, state)
+        super().load_state_dict(state)
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
