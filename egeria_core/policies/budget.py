@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -157,19 +157,14 @@ SAFETY = 2.0
 """A move must save so many times what it costs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What freezing the first `frozen` layers now would bring and cost."""
+Candidate = dict[str, Any]
+"""What freezing the first `frozen` layers now would bring and cost, as in the history.
 
-    frozen: int
-    harm: float
-    """Predicted, in units of the loss."""
-    saving: float
-    """Over the rest of the schedule, in steps."""
-    total: float
-    """The same with what is left of the budget spent on the best later, deeper move."""
-    verdict: str
-    """`freeze`, or what speaks against it."""
+- `harm`: predicted, in units of the loss;
+- `saving`: over the rest of the schedule, in steps;
+- `total`: the same with what is left of the budget spent on the best later, deeper move;
+- `verdict`: `freeze`, or what speaks against it.
+"""
 
 
 class BudgetPolicy(Remembered):
@@ -232,20 +227,21 @@ class BudgetPolicy(Remembered):
             return self.frozen
         candidates = self._candidates(harms, prospect, reading.num_layers)
         chosen = max(
-            (c for c in candidates if c.verdict == "freeze"),
+            (c for c in candidates if c["verdict"] == "freeze"),
             # What can be had now is better than the same later.
-            key=lambda c: (round(c.total, 6), c.frozen),
+            key=lambda c: (round(c["total"], 6), c["frozen"]),
             default=None,
         )
         if chosen is None:
             self._note("wait", candidates)
         else:
-            self.frozen, self.spent = chosen.frozen, self.spent + chosen.harm
+            harm: float = chosen["harm"]
+            self.frozen, self.spent = chosen["frozen"], self.spent + harm
             self._rate_at_freeze = max(reading.lr)
-            self.reason = f"predicted cost {chosen.harm:.2g} of {self.budget:.2g}"
-            if self.spent > chosen.harm:
+            self.reason = f"predicted cost {harm:.2g} of {self.budget:.2g}"
+            if self.spent > harm:
                 self.reason += f", {self.spent:.2g} spent"
-            self._note("freeze", candidates, chosen.harm)
+            self._note("freeze", candidates, harm)
         return self.frozen
 
     def _has_risen(self, rate: float) -> bool:
@@ -303,16 +299,16 @@ class BudgetPolicy(Remembered):
                 verdict = "waiting saves more"
             else:
                 verdict = "freeze"
-            found.append(Candidate(k, harms[k], saving, total, verdict))
+            known = {"frozen": k, "harm": harms[k], "saving": saving, "total": total}
+            found.append(known | {"verdict": verdict})
         return found
 
     def _note(self, what: str, candidates: Sequence[Candidate] = (), harm: float = 0.0) -> None:
-        words = [what, self.frozen, *(c.verdict for c in candidates)]
+        words = [what, self.frozen, *(c["verdict"] for c in candidates)]
         if words != self._last_note:  # else the same for the same reasons
             self._last_note = words
             told = {"decision": what, "frozen": self.frozen, "harm": harm, "spent": self.spent}
-            tried = [asdict(candidate) for candidate in candidates]
-            self._notes.append(told | {"budget": self.budget, "candidates": tried})
+            self._notes.append(told | {"budget": self.budget, "candidates": list(candidates)})
 
     def take_notes(self) -> list[dict[str, Any]]:
         """Return what was newly decided since the last call, and against what, for the history."""

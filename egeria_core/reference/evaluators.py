@@ -125,9 +125,8 @@ class ProcessEvaluator:
         main_path = str(getattr(sys.modules["__main__"], "__file__", "") or "")
         self._pipe, theirs = Pipe()
         fd = theirs.fileno()
-        arguments = [str(fd), kind, main_path]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "egeria_core.reference.worker", *arguments],
+            [sys.executable, "-m", "egeria_core.reference.worker", str(fd), kind, main_path],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             # It finds the same modules as this process.
@@ -136,10 +135,8 @@ class ProcessEvaluator:
             start_new_session=True,
         )
         theirs.close()
-        self._items: queue.SimpleQueue[tuple[InputItem, Future[Verdict]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._waiting: deque[Future[Verdict]] = deque()
+        self._items = queue.SimpleQueue[tuple[InputItem, Future[Verdict]] | None]()
+        self._waiting = deque[Future[Verdict]]()
         self._thread = threading.Thread(target=self._talk, name="egeria-evaluator", daemon=True)
         self._thread.start()
 

@@ -126,7 +126,16 @@ class ActivationMeter(Meter):
             self._lose(item.step, error)
             return
         if not accepted:
-            self._drop(item.step, item.layer)
+            self._history.add(
+                "dropped", item.step, layer=item.layer, reason="the evaluator is busy"
+            )
+            self._drops += 1
+            if self._drops == DROPS_TO_WARN:
+                log.warning(
+                    "egeria: the last %d evaluations were dropped, as the evaluator is busy; "
+                    "nothing freezes without them. Raise evaluate_every, or use evaluator='inline'",
+                    self._drops,
+                )
         elif item.refresh:
             self._kept = kept
             self._history.add("refresh", item.step, layer=item.layer)
@@ -172,16 +181,6 @@ class ActivationMeter(Meter):
                 log.info("egeria: layer %r: %s", self._layers.boundaries[verdict.layer], note)
                 self._history.add("fallback", verdict.step, layer=verdict.layer, note=note)
         return verdicts + [verdict for verdict in fresh if verdict.value is not None]
-
-    def _drop(self, step: int, layer: int) -> None:
-        self._history.add("dropped", step, layer=layer, reason="the evaluator is busy")
-        self._drops += 1
-        if self._drops == DROPS_TO_WARN:
-            log.warning(
-                "egeria: the last %d evaluations were dropped, as the evaluator is busy; nothing "
-                "freezes without them. Raise evaluate_every, or use evaluator='inline'",
-                self._drops,
-            )
 
     def _lose(self, step: int, error: Exception) -> None:
         """Go on without readings: what is frozen stays frozen, learning-rate rules still act."""

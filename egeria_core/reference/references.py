@@ -62,16 +62,14 @@ def sp_loss(train_act: Tensor, ref_act: Tensor) -> Tensor:
     Raises:
         ValueError: Batch sizes differ, or B < 2 (one sample has no pairs).
     """
-    if train_act.dim() < 1 or ref_act.dim() < 1 or train_act.shape[0] != ref_act.shape[0]:
+    shape, other = tuple(train_act.shape), tuple(ref_act.shape)
+    if shape[:1] != other[:1] or not shape or shape[0] < 2:
         raise ValueError(
-            "sp_loss compares the same samples: the batch sizes must be equal, got shapes "
-            f"{tuple(train_act.shape)} and {tuple(ref_act.shape)}"
+            "sp_loss compares pairs of the same samples: the batch sizes must be equal, and at "
+            f"least 2; got shapes {shape} and {other}"
         )
-    batch = train_act.shape[0]
-    if batch < 2:
-        raise ValueError(f"sp_loss compares pairs of samples and needs at least 2, got {batch}")
     difference = _similarity(train_act) - _similarity(ref_act)
-    return difference.square().sum() / batch**2
+    return difference.square().sum() / shape[0] ** 2
 
 
 def _similarity(act: Tensor) -> Tensor:
@@ -239,7 +237,6 @@ class ReferenceRunner:
     def __init__(self, kind: ReferenceKind) -> None:
         self._kind = kind
         self._modules: list[nn.Module] = []
-        self._layer: int | None = None
         self.reference: Reference | None = None
         """In use; None: not yet built."""
         self.noise = 0.0
@@ -251,15 +248,12 @@ class ReferenceRunner:
         """Run layer and reference on the probe, then refresh the reference if it is time.
 
         Raises:
-            EvaluatorError: The layer's structure never arrived.
             Exception: Whatever the layer's own code raises.
         """
         start = time.perf_counter()
         if item.modules is not None:
-            self._modules, self._layer = item.modules, item.layer
+            self._modules = item.modules
             self.reference, self.noise, self.plasticity = None, 0.0, math.inf
-        if item.layer != self._layer:
-            raise EvaluatorError(f"no structure was sent for layer {item.layer}")
         load_weights(self._modules, item.weights)
         verdict = Verdict(item.step, item.layer, None)
         if item.judge and self.reference is not None:

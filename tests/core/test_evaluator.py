@@ -147,23 +147,15 @@ def test_what_cannot_be_pickled_is_an_error(process: ProcessEvaluator) -> None:
         wait_for(lambda: bool(process.poll()), "the error to arrive")
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("no structure", "no structure was sent for layer 0"),
-        ("memory", "MemoryError: no memory left"),
-    ],
-)
-def test_what_fails_in_the_worker_is_told_and_ends_it(fault: str, told: str) -> None:
+def test_what_fails_in_the_worker_is_told_and_ends_it() -> None:
     ours, theirs = Pipe()
     thread = threading.Thread(target=serve, args=(theirs, "fp32"))
     thread.start()
-    item = make_item([nn.Linear(8, 8)], 0, new=fault == "memory")
-    if fault == "memory":
-        item.modules, item.weights = [Greedy()], [{}]
+    item = make_item([nn.Linear(8, 8)], 0, new=True)
+    item.modules, item.weights = [Greedy()], [{}]
     send(ours, item)
     assert ours.poll(DEADLINE_S), "no answer"
-    assert told in ours.recv()
+    assert "MemoryError: no memory left" in ours.recv()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
     ours.close()
