@@ -99,7 +99,7 @@ class _RootTap(LayerTap):
         """Return the model's input as a call of its front."""
         x, self._input = self._input, None
         super().take()
-        return None if x is None else Probe([Call("front", (x,), {})], len(x))
+        return None if x is None else Probe([Call("front", (x,), {}, {})], len(x))
 
 
 class WholeModelPolicy(PlasticityPolicy):

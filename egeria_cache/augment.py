@@ -31,7 +31,7 @@ class Flip:
 
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the maps, some of them mirrored."""
-        chosen = _uniform(x, (len(x),), generator) < self.p
+        chosen = torch.rand(len(x), generator=generator).to(x.device) < self.p
         return torch.where(_over(chosen, x), x.flip(-1), x)
 
 
@@ -77,7 +77,7 @@ class Dropout:
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the features, some of them zero."""
         shape = x.shape[:2] if x.dim() == 4 else x.shape
-        kept = _uniform(x, tuple(shape), generator) >= self.p
+        kept = torch.rand(shape, generator=generator).to(x.device) >= self.p
         return x * _over(kept, x) / (1 - self.p)
 
 
@@ -102,7 +102,7 @@ class Jitter:
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return the features, their channels scaled."""
         shape = x.shape[:2] if x.dim() == 4 else (len(x), 1, x.shape[-1])
-        factor = 1 + self.scale * (2 * _uniform(x, tuple(shape), generator) - 1)
+        factor = 1 + self.scale * (2 * torch.rand(shape, generator=generator) - 1).to(x.device)
         return x * _over(factor, x)
 
 
@@ -194,10 +194,6 @@ class FeatureAugment(nn.Module):
     def extra_repr(self) -> str:
         """Name the operations."""
         return ", ".join(map(repr, self.operations))
-
-
-def _uniform(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=generator).to(x.device)
 
 
 def _over(values: Tensor, x: Tensor) -> Tensor:

@@ -413,10 +413,8 @@ _sources, _lock = Held(), threading.Lock()
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy what lies on the host, without waiting for the device; it is held as long as need be."""
-    if tensor.device == device:
-        return tensor
     if not (runs_late(device) and tensor.is_cpu):
-        return tensor.to(device)
+        return tensor.to(device)  # itself, where it is there
     source = pinned(tensor, device)
     there = to_device(source, device)
     with _lock:

@@ -143,19 +143,17 @@ def sharding_group(model: nn.Module) -> Any:
     return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
 
 
-def unsharded_names(model: nn.Module) -> dict[int, str]:
-    """Return the names of the parameters that stand in a forward in place of the DTensors, by id.
-
-    They are what autograd has seen.
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters, by id; also of those that stand in a forward in
+    place of DTensors, which are what autograd has seen.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {}
     for group in (group for state in states_in(model) for group in groups_of(state)):
         for one in group.fsdp_params:
             name, there = names.get(id(one.sharded_param)), getattr(one, "_unsharded_param", None)
             if name is not None and there is not None:
-                found[id(there)] = name
-    return found
+                names[id(there)] = name
+    return names
 
 
 def local_part(tensor: Tensor) -> Tensor:

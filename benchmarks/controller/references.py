@@ -60,7 +60,7 @@ def reference_speeds(repeats: int) -> list[dict[str, Any]]:
 def _speeds(name: str, model: nn.Module, x: Tensor, repeats: int) -> list[dict[str, Any]]:
     """Build every kind of reference of the whole model; run all in turns."""
     model.eval().requires_grad_(False)
-    probe = Probe([Call("model", (x,), {})], len(x))
+    probe = Probe([Call("model", (x,), {}, {})], len(x))
     int8 = "int8-static" if name.startswith("ResNet") else "int8-dynamic"
     kinds = [Reference(), Reference(int8)]
     build_s = [seconds(partial(reference.build, [model], probe)) for reference in kinds]

@@ -32,10 +32,8 @@ class EgeriaTrainerMixin:
         more: Trainer's.
     """
 
-    accelerator: Any
     args: Any
     model: Any
-    state: Any
 
     def __init__(
         self, *args: Any, cache: ActivationCache | None = None, controller: Any = None, **more: Any

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from egeria_cache import ActivationCache, EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
+from egeria_cache.device import device_of
 from egeria_core.pipeline.engine import Engine, LossFunction, check_torch
 from egeria_core.pipeline.plan import OnFreeze, PipelinePlan
 from egeria_core.pipeline.transfer import Carrier, place
@@ -107,8 +108,7 @@ class ElasticPipeline:
         self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self.group)
         """This rank in the group."""
-        first = next((p for p in self.model.parameters() if not p.is_meta), torch.empty(0))
-        self.device = first.device if device is None else torch.device(device)
+        self.device = device_of(self.model) if device is None else torch.device(device)
         self.wire = wire_of(self.group, self.device)
         """Where the group's messages lie."""
         world = dist.get_world_size(self.group)
@@ -136,10 +136,10 @@ class ElasticPipeline:
         """For this rank's `EgeriaLoader`."""
         return self.front.cache
 
-    @property
-    def has_front(self) -> bool:
-        """Whether frozen blocks leave the pipeline."""
-        return self.cache is not None or self.on_freeze != "stay"
+    def planned(self, frozen: int) -> PipelinePlan:
+        """Return the plan that would follow if so many blocks were frozen."""
+        has_front = self.cache is not None or self.on_freeze != "stay"
+        return self.plan.frozen_to(frozen, self.on_freeze, has_front=has_front)
 
     def owner(self, block: int) -> int:
         """Return the rank that trains a block."""
@@ -182,9 +182,8 @@ class ElasticPipeline:
             )
         if self._engine is None:
             self._engine = Engine(
-                self.plan, self._blocks, self._loss_function, self.group, self.device, self.wire,
-                self.model,
-            )  # fmt: skip
+                self.plan, self._blocks, self._loss_function, self._carrier, self.model
+            )
         rows: Any = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         if self.plan.front:
             rows = self.front(*tree_map_only(Tensor, lambda leaf: leaf.to(self.device), rows))
@@ -221,8 +220,7 @@ class ElasticPipeline:
                 raise ValueError(
                     f"parameter {name!r} of the first {frozen} blocks is trainable; freeze it first"
                 )
-        new = self.plan.frozen_to(frozen, self.on_freeze, has_front=self.has_front)
-        old = self.plan
+        old, new = self.plan, self.planned(frozen)
         # Stages hold their parameters' gradient nodes, which a parameter that moves must not have.
         self._engine = None
         gc.collect()
@@ -233,8 +231,8 @@ class ElasticPipeline:
                 self.bytes_moved += self._carrier.send(self._blocks[block], target)
             elif self.rank == target:
                 self._carrier.receive(self._blocks[block], source)
-        for block, source in old.copies(new):
-            self._carrier.share(self._blocks[block], source)
+        for block in range(old.front, new.front):  # every rank needs those now
+            self._carrier.share(self._blocks[block], new.homes[block])
         self.plan = new
         self._release()
         self.front.freeze(new.front)

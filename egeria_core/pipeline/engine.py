@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from egeria_cache import EgeriaError
 from egeria_core.pipeline.plan import PipelinePlan
+from egeria_core.pipeline.transfer import Carrier
 
 MAX_SCHEDULES = 4
 """Kinds of batches that are kept ready: whole ones, an epoch's last one, some more."""
@@ -47,9 +48,7 @@ class Engine:
         plan: What is where.
         blocks: All blocks, this rank's whole.
         loss_function: Called on the rank of the last stage with each micro-batch.
-        group: The ranks of the plan.
-        device: Where this rank's blocks are.
-        wire: Where the group's messages lie.
+        carrier: Knows the ranks of the plan, and where blocks and messages lie.
         root: Its `training` flag is off while the engine studies shapes, so that nobody takes that
             for a training forward.
     """
@@ -59,17 +58,15 @@ class Engine:
         plan: PipelinePlan,
         blocks: Sequence[nn.Module],
         loss_function: LossFunction,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        wire: torch.device,
+        carrier: Carrier,
         root: nn.Module,
     ) -> None:
         self._plan, self._loss_function, self._measure = plan, loss_function, loss_function
-        self._group, self._device, self._wire = group, device, wire
+        self._group, self._device, self._wire = carrier.group, carrier.device, carrier.wire
         self._schedules: dict[Any, Any] = {}
         self._targets: Any = None
         self._weight = 0.0
-        self._rank = dist.get_rank(group)
+        self._rank = dist.get_rank(carrier.group)
         start, stop = plan.stages[self._rank]
         self._stage = StageModule(blocks[start:stop], root)
 
@@ -186,8 +183,7 @@ class Engine:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""
         start, count = int(numbers[0]), int((numbers >= 0).sum())
         if count == 0:
-            leaves = [output] if isinstance(output, Tensor) else output
-            return torch.stack([leaf.sum() for leaf in leaves]).sum() * 0
+            return torch.stack([leaf.sum() for leaf in tree_leaves(output)]).sum() * 0
         output = tree_map_only(Tensor, lambda leaf: leaf[:count], output)
         targets = tree_map_only(Tensor, lambda leaf: leaf[start : start + count], self._targets)
         return self._measure(output, targets) * (count * self._weight)

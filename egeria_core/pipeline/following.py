@@ -42,10 +42,7 @@ class PipelineController(FreezeController):
         optimizer = pipeline.optimizers[0]
         super().__init__(pipeline.model, optimizer, None, policy, layers=names, **options)
         # What freezing the first k layers saves is told by the plans that follow it.
-        times = []
-        for frozen in range(len(self.layers)):
-            plan = pipeline.plan.frozen_to(frozen, pipeline.on_freeze, has_front=pipeline.has_front)
-            times.append(plan.time())
+        times = [pipeline.planned(frozen).time() for frozen in range(len(self.layers))]
         self._saves = [1 - time / times[0] for time in times]
 
     def _make_map(self) -> LayerMap:

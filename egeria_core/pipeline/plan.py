@@ -67,10 +67,6 @@ class PipelinePlan:
             )
         if min(ranks, microbatches) < 1 or any(cost < 0 for cost in costs):
             raise ValueError("ranks and microbatches must be positive")
-        if len(costs) < ranks:
-            raise ValueError(
-                f"{len(costs)} blocks are too few for a stage on each of {ranks} ranks"
-            )
         if schedule == "1F1B" and microbatches < ranks:
             raise ValueError(
                 f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
@@ -129,10 +125,6 @@ class PipelinePlan:
         pairs = enumerate(zip(self.homes, new.homes, strict=True))
         return [(block, old, target) for block, (old, target) in pairs if old != target]
 
-    def copies(self, new: PipelinePlan) -> list[tuple[int, int]]:
-        """Return which blocks every rank needs now as part of the front, and who has them."""
-        return [(block, new.homes[block]) for block in range(self.front, new.front)]
-
     def held_by(self, rank: int) -> list[int]:
         """Return the blocks whose weights are on this rank, front included."""
         return [b for b, home in enumerate(self.homes) if b < self.front or home == rank]
@@ -148,7 +140,7 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
     """
     own = list(costs[start:])
     if not 1 <= parts <= len(own):
-        raise ValueError(f"cannot cut {len(own)} blocks into {parts} runs")
+        raise ValueError(f"cannot cut {len(own)} blocks into {parts} stages: they are too few")
     sums = [*itertools.accumulate(own, initial=0.0)]
 
     @functools.cache

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +29,7 @@ MOST_KEPT = 512
 """Readings: no more are looked back on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Movement:
+class Movement(NamedTuple):
     """What was read over some training steps, per layer, front first; None: not read."""
 
     loss: float
@@ -82,7 +80,7 @@ class HarmEstimate(Remembered):
         self.seen += 1
         if self.first_loss is None:
             self.first_loss = movement.loss
-        self._movements = [*self._movements, list(astuple(movement))][-MOST_KEPT:]
+        self._movements = [*self._movements, list(movement)][-MOST_KEPT:]
         for layer, speed in enumerate(movement.speed):
             recent = self._recent[layer] = [*self._recent[layer], speed][-SMOOTHING:]
             known = [value for value in recent if value is not None]

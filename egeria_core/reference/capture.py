@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from egeria_core.watch import Hook
 _STATEFUL_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Arguments that one module of the layer was called with, reduced to the probe's rows.
 
     Plain containers, values and tensors, as they are saved.
@@ -38,7 +37,7 @@ class Call:
     module: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    wires: dict[int, tuple[int, int]] = field(default_factory=dict)
+    wires: dict[int, tuple[int, int]]
     """Which of the arguments' leaves, by number, are which leaves of which earlier calls' outputs;
     None is in their places."""
 
@@ -54,11 +53,7 @@ class Probe:
 
     def mapped(self, function: Callable[[Any], Any]) -> Probe:
         """Return the probe with a function of each tensor of the arguments."""
-        calls = []
-        for call in self.calls:
-            args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
-            calls.append(replace(call, args=args, kwargs=kwargs))
-        return replace(self, calls=calls)
+        return replace(self, calls=tree_map_only(Tensor, function, self.calls))
 
 
 def first_activation(output: Any, rows: int) -> Tensor | None:
@@ -200,9 +195,7 @@ def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
         copies = copy.deepcopy(list(modules), {id(buffer): buffer.clone() for buffer in buffers})
     for module in copies:
         FrozenPrefix.thaw(module)
-        module.eval().requires_grad_(False)
-        for parameter in module.parameters():
-            parameter.grad = None
+        module.eval().requires_grad_(False).zero_grad()
     return copies
 
 

@@ -84,7 +84,17 @@ class ActivationMeter(Meter):
         if self._evaluator is None or armed is None or armed != frozen:
             return  # the front has just moved on; what was captured belongs to another layer
         if probe is None:
-            self._miss(step, frozen)
+            # Said once: no reading will ever come from a layer whose tap does not fire.
+            self._misses += 1
+            if self._misses == MISSES_TO_WARN:
+                name = self._layers.boundaries[frozen]
+                log.warning(
+                    "egeria: the hooks of %r have not fired in %d training forwards, so it cannot "
+                    "be judged; make the FreezeController before torch.compile, and check that "
+                    "training forwards run this module with gradients on",
+                    name, self._misses,
+                )  # fmt: skip
+                self._history.add("tap_silent", step, layer=frozen, boundary=name)
             return
         self._misses = 0
         new = self._layer != frozen
@@ -140,19 +150,6 @@ class ActivationMeter(Meter):
             self._kept = kept
             self._history.add("refresh", item.step, layer=item.layer)
 
-    def _miss(self, step: int, frozen: int) -> None:
-        """Say, once, that a tap does not fire: no reading will ever come from this layer."""
-        self._misses += 1
-        if self._misses == MISSES_TO_WARN:
-            name = self._layers.boundaries[frozen]
-            log.warning(
-                "egeria: the hooks of %r have not fired in %d training forwards, so it cannot be "
-                "judged; make the FreezeController before torch.compile, and check that training "
-                "forwards run this module with gradients on",
-                name, self._misses,
-            )  # fmt: skip
-            self._history.add("tap_silent", step, layer=frozen, boundary=name)
-
     def _is_long_enough(self, probe: Probe, step: int) -> bool:
         """Return whether the batch fills the probe; a few short ones in a row shrink the probe."""
         if probe.num_rows == self._rows:
@@ -204,7 +201,7 @@ class ActivationMeter(Meter):
         if self._kept is not None:
             kept, probe = self._kept, self._kept.probe
             kept.arrive()
-            calls = [(call.module, call.args, call.kwargs, call.wires) for call in probe.calls]
+            calls = [*map(tuple, probe.calls)]
             state["kept"] = (kept.step, kept.layer, calls, probe.num_rows, kept.weights)
         return state
 

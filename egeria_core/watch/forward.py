@@ -14,9 +14,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +24,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from egeria_cache.skip import RandomState, Recorder, intercept, leaves_behind
-from egeria_core.ranks import unsharded_names
+from egeria_core.ranks import parameter_names
 from egeria_core.watch.layers import Layer, draws, find_layers
 
 log = logging.getLogger("egeria")
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """All that has run when a boundary returns."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
-    around: tuple[str, ...] = ()
+    around: tuple[str, ...]
     """Modules still running then, whose own code before that draws random numbers (dropout)."""
-    drawing: tuple[str, ...] = ()
+    drawing: tuple[str, ...]
     """Modules of all these that draw in training mode, and are switched off where they freeze."""
 
 
@@ -247,7 +245,7 @@ class LayerMap:
             )
             return
         self.layers = self._parsed(order=order, costs=trace.costs if trace.total else None)
-        names = self._names() | unsharded_names(self._model)
+        names = parameter_names(self._model)
         for boundary in self.boundaries:
             modules, around, drawing = trace.before(boundary)
             behind = [names[id(p)] for p in trace.parameters_before(boundary) if id(p) in names]
@@ -256,11 +254,8 @@ class LayerMap:
         if trace.total and all(boundary in trace.upto for boundary in self.boundaries):
             self.parts = [trace.upto[boundary] / trace.total for boundary in self.boundaries]
 
-    def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._model.named_parameters()}
-
     def _owned(self, modules: Iterable[str]) -> list[str]:
-        names = self._names()
+        names = parameter_names(self._model)
         own = (self._model.get_submodule(name).parameters(recurse=False) for name in modules)
         return [names[id(parameter)] for parameters in own for parameter in parameters]
 
@@ -309,7 +304,7 @@ class LayerMap:
             "training": self.training,
             "layers": [(layer.modules, layer.num_parameters) for layer in self.layers],
             "parts": self.parts,
-            "prefixes": {name: astuple(prefix) for name, prefix in self.prefixes.items()},
+            "prefixes": {name: tuple(prefix) for name, prefix in self.prefixes.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

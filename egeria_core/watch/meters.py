@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ SILENT_TO_WARN = 10
 """Readings in a row without an optimizer step of which the meter was told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
+class Watched(NamedTuple):
     """All that a meter is made of."""
 
     model: nn.Module

@@ -42,7 +42,7 @@ def make_item(
     modules: list[nn.Module], step: int, *, new: bool = False, judge: bool = True
 ) -> InputItem:
     generator = torch.Generator().manual_seed(step)
-    probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {})], 6)
+    probe = Probe([Call("0", (torch.randn(6, 8, generator=generator),), {}, {})], 6)
     return InputItem(
         step=step, layer=0, probe=probe, judge=judge and not new, refresh=True,
         weights=copy_weights(modules), modules=copy_modules(modules) if new else None,
