@@ -59,8 +59,7 @@ def _accelerator() -> torch.device | None:
 
 def _is_usable(device: torch.device) -> bool:
     """Whether a device is of the kind of accelerator that can be used."""
-    kind = _accelerator()
-    return kind is not None and kind.type == device.type
+    return runs_late(device) and default_device().type == device.type
 
 
 def default_device() -> torch.device:

@@ -64,15 +64,14 @@ def _glance(path: Path) -> Report:
     except (StoreError, OSError) as error:  # of now, or not ours
         note = str(error)
     boundary = known.fields.get("boundary") if known is not None else None
-    raw_bytes, stored_bytes = totals.raw_bytes, totals.stored_bytes
     return {
         "name": path.name,
         "boundary": boundary if isinstance(boundary, str) else None,
         "num_samples": totals.num_samples,
         "bytes_on_disk": place.directory_bytes(path),
-        "raw_bytes": raw_bytes,
-        "stored_bytes": stored_bytes,
-        "ratio": raw_bytes / stored_bytes if stored_bytes else None,
+        "raw_bytes": totals.raw_bytes,
+        "stored_bytes": totals.stored_bytes,
+        "ratio": totals.raw_bytes / totals.stored_bytes if totals.stored_bytes else None,
         "codec": None if totals.codec is None else totals.codec.label,
         "created": math.nan if known is None else known.created,
         "last_used": place.last_use(path),

@@ -102,9 +102,8 @@ class PipelinePlan:
         """
         if not 0 <= frozen < len(self.costs):
             raise ValueError(f"frozen must be in [0, {len(self.costs)}), got {frozen}")
-        first = PipelinePlan.start(
-            self.costs, self.ranks, schedule=self.schedule, microbatches=self.microbatches
-        )
+        whole = partition(self.costs, 0, self.ranks)
+        first = replace(self, frozen=0, front=0, stages=whole, homes=_homes(whole))
         if frozen == 0:
             return first
         if on_freeze == "stay":

@@ -212,8 +212,13 @@ class BudgetPolicy(Remembered):
         if reading.values is None or reading.prospect is None:
             return self.frozen
         self.estimate.observe(Movement.of(reading.values))
-        prospect = reading.prospect
-        if self._has_risen(max(reading.lr)):
+        prospect, rate = reading.prospect, max(reading.lr)
+        if self.frozen and rate > RISE * self._rate_at_freeze:
+            # The prediction took it to fall: everything is given back.
+            self.frozen = 0
+            self.reason = f"the learning rate rose to {rate:.3g} from {self._rate_at_freeze:.3g}"
+            self._note("unfreeze")
+            self.estimate = HarmEstimate(self.estimate.first_loss)
             return 0
         is_over = self.frozen >= reading.num_layers - 1 or prospect.steps <= 0
         if is_over or self.estimate.seen < LEAST:
@@ -235,22 +240,12 @@ class BudgetPolicy(Remembered):
         else:
             harm: float = chosen["harm"]
             self.frozen, self.spent = chosen["frozen"], self.spent + harm
-            self._rate_at_freeze = max(reading.lr)
+            self._rate_at_freeze = rate
             self.reason = f"predicted cost {harm:.2g} of {self.budget:.2g}"
             if self.spent > harm:
                 self.reason += f", {self.spent:.2g} spent"
             self._note("freeze", candidates, harm)
         return self.frozen
-
-    def _has_risen(self, rate: float) -> bool:
-        """Give everything back where the rate has risen that the prediction took to fall."""
-        if not self.frozen or rate <= RISE * self._rate_at_freeze:
-            return False
-        self.frozen = 0
-        self.reason = f"the learning rate rose to {rate:.3g} from {self._rate_at_freeze:.3g}"
-        self._note("unfreeze")
-        self.estimate = HarmEstimate(self.estimate.first_loss)
-        return True
 
     def _harms(self, prospect: Prospect) -> list[float] | None:
         """Return H_k for k = 0 to L; None where it cannot be told."""

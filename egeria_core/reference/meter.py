@@ -81,7 +81,7 @@ class ActivationMeter(Meter):
     def measure(self, step: int, frozen: int) -> None:
         """Hand the probe and the layer's weights to the evaluator."""
         armed, probe = self._tap.armed, self._tap.take()
-        if self._evaluator is None or armed is None or armed != frozen:
+        if armed != frozen:
             return  # the front has just moved on; what was captured belongs to another layer
         if probe is None:
             # Said once: no reading will ever come from a layer whose tap does not fire.
@@ -136,9 +136,7 @@ class ActivationMeter(Meter):
             self._lose(item.step, error)
             return
         if not accepted:
-            self._history.add(
-                "dropped", item.step, layer=item.layer, reason="the evaluator is busy"
-            )
+            self._history.add("dropped", item.step, layer=item.layer, reason="evaluator busy")
             self._drops += 1
             if self._drops == DROPS_TO_WARN:
                 log.warning(

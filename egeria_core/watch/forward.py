@@ -265,8 +265,7 @@ class LayerMap:
             return self.prefixes[boundary]
         names = [name for name, _ in self._model.named_modules()]
         last = max(i for i, name in enumerate(names) if f"{name}.".startswith(f"{boundary}."))
-        inside = (name for name in names[: last + 1] if name)
-        modules = tuple(name for name in inside if not boundary.startswith(f"{name}."))
+        modules = tuple(n for n in names[: last + 1] if n and not boundary.startswith(f"{n}."))
         drawing = tuple(name for name in modules if draws(self._model.get_submodule(name)))
         found = Prefix(modules, tuple(dict.fromkeys(self._owned(modules))), (), drawing)
         if self.resolved:

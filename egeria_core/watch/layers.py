@@ -159,8 +159,7 @@ def _count(model: nn.Module, names: list[str], costs: Mapping[str, float] | None
 def _cost(model: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:
     """Return what a module's forward costs; without measured costs only tables are known."""
     if costs is not None:
-        inside = (own for n, own in costs.items() if n == name or n.startswith(name + "."))
-        return sum(inside)
+        return sum(own for n, own in costs.items() if n == name or n.startswith(name + "."))
     modules = model.get_submodule(name).modules()
     owners = (m for m in modules if any(p is not None for p in m._parameters.values()))
     return float(not all(isinstance(m, nn.Embedding) for m in owners))

@@ -152,10 +152,7 @@ class MovementMeter(Meter):
             ValueError: There is none.
         """
         if loss is None:
-            raise ValueError(
-                "step(loss) needs the training loss of every step: what freezing may cost is told "
-                "from how it falls"
-            )
+            raise ValueError("step(loss) needs the training loss of every step to predict from")
         self._losses.add(loss)
 
     @torch.no_grad()
