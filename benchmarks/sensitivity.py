@@ -89,7 +89,7 @@ class _RootTap(LayerTap):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, [])
         self._input: Tensor | None = None
-        self._handles.append(model.register_forward_pre_hook(self._note))
+        self._hooks.enter_context(model.register_forward_pre_hook(self._note))
 
     def _note(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self.armed is not None and self._input is None and torch.is_grad_enabled():

@@ -218,12 +218,8 @@ def features(boundary: nn.Module, call: Callable[[], Any], count: int) -> Tensor
         found.append(output)
         raise _Returned
 
-    handle = boundary.register_forward_hook(leave)
-    try:
-        with suppress(_Returned), torch.no_grad():
-            call()
-    finally:
-        handle.remove()
+    with boundary.register_forward_hook(leave), suppress(_Returned), torch.no_grad():
+        call()
     if not found or not isinstance(found[0], Tensor) or len(found[0]) != count:
         raise EgeriaError("the boundary does not return one tensor with a row for each sample")
     return found[0]

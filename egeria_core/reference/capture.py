@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,17 +79,17 @@ class LayerTap:
         self.armed: int | None = None
         """The layer that was armed last and not taken yet."""
         self._training: bool | None = None
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._forget()
         for index, names in enumerate(layers):
             for position, name in enumerate(names):
                 module = model.get_submodule(name)
                 before = Hook(partial(self._before, index, position == 0, name))
                 after = Hook(partial(self._after, index, position == len(names) - 1))
-                self._handles += [
-                    module.register_forward_pre_hook(before, with_kwargs=True),
-                    module.register_forward_hook(after),
-                ]
+                self._hooks.enter_context(
+                    module.register_forward_pre_hook(before, with_kwargs=True)
+                )
+                self._hooks.enter_context(module.register_forward_hook(after))
 
     def _forget(self) -> None:
         self._probe = Probe()
@@ -113,8 +114,7 @@ class LayerTap:
 
     def close(self) -> None:
         """Remove every hook; idempotent."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
         self.armed = None
 
     def _before(self, layer: int, first: bool, name: str, module: Any, *call: Any) -> None:
@@ -188,14 +188,14 @@ Weights = list[dict[str, Tensor]]
 
 
 def copy_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return copies in inference mode, without gradients or hooks, on their device."""
+    """Return copies in inference mode, without gradients or hooks, on the host."""
     # Buffers are copied by operators of tensors: storages are copied by none that every device has.
     buffers = [b for module in modules for b in module.buffers() if runs_late(b.device)]
     with without_hooks(modules):
         copies = copy.deepcopy(list(modules), {id(buffer): buffer.clone() for buffer in buffers})
     for module in copies:
         FrozenPrefix.thaw(module)
-        module.eval().requires_grad_(False).zero_grad()
+        module.eval().requires_grad_(False).cpu().zero_grad()
     return copies
 
 

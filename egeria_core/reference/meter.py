@@ -114,15 +114,12 @@ class ActivationMeter(Meter):
             if runs_late(device):
                 probe = probe.mapped(to_host)
             item = InputItem(step, frozen, probe, judge, refresh, copy_weights(modules))
-            item.modules = self._structure(modules) if new else None
+            item.modules = copy_modules(modules) if new else None
             item.distance, item.ready = self.distance, mark(device)
             self._submit(item)
 
     def _modules(self, probe: Probe) -> list[nn.Module]:
         return [self._model.get_submodule(call.module) for call in probe.calls]
-
-    def _structure(self, modules: list[nn.Module]) -> list[nn.Module]:
-        return [module.cpu() for module in copy_modules(modules)]
 
     def _submit(self, item: InputItem) -> None:
         if self._evaluator is None:
@@ -210,7 +207,7 @@ class ActivationMeter(Meter):
         if state["kept"] is not None:
             step, layer, calls, rows, weights = state["kept"]
             probe = Probe([Call(*call) for call in calls], rows)
-            modules = self._structure(self._modules(probe))
+            modules = copy_modules(self._modules(probe))
             self._submit(InputItem(step, layer, probe, False, True, weights, modules))
         self._costly = state["costly"]
 

@@ -98,11 +98,10 @@ class ForwardTrace:
         self._watching, self._is_on = ExitStack(), False
         # What is compiled is not looked into.
         self.is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
-        self._handles = [
-            model.register_forward_pre_hook(Hook(self._begin)),
-            # Called also where the forward raises: the mode must not stay.
-            model.register_forward_hook(Hook(self._end), always_call=True),
-        ]
+        self._hooks = ExitStack()
+        self._hooks.enter_context(model.register_forward_pre_hook(Hook(self._begin)))
+        # Called also where the forward raises: the mode must not stay.
+        self._hooks.enter_context(model.register_forward_hook(Hook(self._end), always_call=True))
 
     @property
     def total(self) -> float:
@@ -183,8 +182,7 @@ class ForwardTrace:
     def close(self) -> None:
         """Remove every hook; idempotent."""
         self._watching.close()
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
         self._seen.clear()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,17 +125,15 @@ class MovementMeter(Meter):
         self._layers, self._every = watched.layers, watched.every
         self._optimizer = bare_optimizer(optimizer)
         self._mean_rate = MeanRate(self._optimizer)
-        self._next = self._steps = 0
+        self._steps = 0
         self._rate = self._rate_before = 0.0
         self._losses = MeanLoss()
-        self._read: dict[int, Tensor] = {}
         self._opened: tuple[int, Callable[[], Tensor]] | None = None
         self._ready: list[Verdict] = []
         self._silent = 0
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._hooks = ExitStack()
+        self._hooks.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(self._optimizer.register_step_post_hook(self._after_step).remove)
         self.bind()
 
     def bind(self) -> None:
@@ -143,7 +142,7 @@ class MovementMeter(Meter):
         self._owners = [layer for layer, own in enumerate(self._parameters) if own]
         # Evenly over the steps between two verdicts; of a layer that comes twice the last counts.
         self._spacing = max(1, self._every // max(1, len(self._owners)))
-        self._next, self._read, self._idle = 0, {}, set[int]()
+        self._next, self._read, self._idle = 0, dict[int, Tensor](), set[int]()
 
     def note(self, loss: Tensor | float | None) -> None:
         """Take the loss of one step.
@@ -241,8 +240,7 @@ class MovementMeter(Meter):
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
 
 def _numbers(
