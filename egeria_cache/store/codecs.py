@@ -311,12 +311,12 @@ class _Own(threading.local):
     """zstd's state for each thread, and room for what is decoded, for it and its helper."""
 
     def __init__(self, zstd: ctypes.CDLL) -> None:
-        self.context = _declared(zstd.ZSTD_createDCtx, c_void_p)()
+        self.context, self._end = _declared(zstd.ZSTD_createDCtx, c_void_p)(), threading.Lock()
         if not self.context:
             raise MemoryError("zstd has no memory for its state")
         free = _declared(zstd.ZSTD_freeDCtx, ctypes.c_size_t, c_void_p)
         # Not when the interpreter ends: daemon threads may still use it then.
-        weakref.finalize(threading.current_thread(), free, self.context).atexit = False
+        weakref.finalize(self._end, free, self.context).atexit = False
         self.room = np.empty(0, np.uint8)
         """Grows, and stays: what is new with each batch is faulted in each time."""
 

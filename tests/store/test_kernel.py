@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import importlib.util
 import os
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,6 +59,15 @@ def test_a_library_of_another_version_is_left_aside(monkeypatch):
     monkeypatch.setattr(codecs, "SHAPE", [codecs.SHAPE[0] + 1, *codecs.SHAPE[1:]])
     kernel.cache_clear()
     assert kernel() is None
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_thread_that_python_has_not_made_decodes_and_is_noted_nowhere():
+    known, out = threading.enumerate(), np.zeros(4, np.uint8)
+    _thread.start_new_thread(decode, (zstandard.compress(b"abcd"), 1, out, (1, False)))
+    while not out.all():
+        time.sleep(0.001)
+    assert not {*threading.enumerate()} - {*known}
 
 
 dtypes = st.sampled_from(
