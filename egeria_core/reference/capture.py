@@ -81,15 +81,14 @@ class LayerTap:
         self._training: bool | None = None
         self._hooks = ExitStack()
         self._forget()
+        until_closed = self._hooks.enter_context
         for index, names in enumerate(layers):
             for position, name in enumerate(names):
                 module = model.get_submodule(name)
                 before = Hook(partial(self._before, index, position == 0, name))
                 after = Hook(partial(self._after, index, position == len(names) - 1))
-                self._hooks.enter_context(
-                    module.register_forward_pre_hook(before, with_kwargs=True)
-                )
-                self._hooks.enter_context(module.register_forward_hook(after))
+                until_closed(module.register_forward_pre_hook(before, with_kwargs=True))
+                until_closed(module.register_forward_hook(after))
 
     def _forget(self) -> None:
         self._probe = Probe()

@@ -147,15 +147,13 @@ class ActivationMeter(Meter):
 
     def _is_long_enough(self, probe: Probe, step: int) -> bool:
         """Return whether the batch fills the probe; a few short ones in a row shrink the probe."""
-        if probe.num_rows == self._rows:
-            self._short = 0
-            return True
-        self._short += 1
+        is_whole = probe.num_rows == self._rows
+        self._short = 0 if is_whole else self._short + 1
         if self._short >= MISSES_TO_WARN and probe.num_rows >= 2:
             log.info("egeria: batches are small, the probe is now %d rows", probe.num_rows)
             self._history.add("probe_rows", step, rows=probe.num_rows)
             self._rows, self._short = probe.num_rows, 0
-        return False
+        return is_whole
 
     def collect(self, timeout_s: float = 0.0) -> list[Verdict]:
         """Return the verdicts that are ready; losing the evaluator is one warning."""
