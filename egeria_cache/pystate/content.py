@@ -42,9 +42,8 @@ _MADE_IN_PYTHON = 1 << 9
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device,
            torch.Size, enum.Enum)  # fmt: skip
 _MAX_TEXTS = 20_000
-_BY_NAME = (
-    ModuleType, nn.Module, FunctionType, BuiltinFunctionType, MethodType, random.SystemRandom
-)  # fmt: skip
+_BY_NAME = (ModuleType, nn.Module, FunctionType, BuiltinFunctionType, MethodType,
+            random.SystemRandom)  # fmt: skip
 
 
 def digest(value: Any) -> str:

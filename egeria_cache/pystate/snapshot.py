@@ -293,9 +293,8 @@ def _same(now: Any, kept: Any) -> bool:
         return isinstance(now, list) or all(map(is_, now.values(), kept.values()))
     if isinstance(now, tuple):
         return len(now) == len(kept) and all(map(_same, now, kept))
-    if isinstance(now, Tensor):
-        is_equal = torch.equal(now, kept)
-        return is_equal or tensor_digest(now) == tensor_digest(kept)  # or is no number
+    if isinstance(now, Tensor):  # what is no number differs from itself, and not its bytes
+        return torch.equal(now, kept) or tensor_digest(now) == tensor_digest(kept)
     if isinstance(now, np.ndarray):
         return bool(now.shape == kept.shape and now.tobytes() == kept.tobytes())
     if isinstance(now, set | bytearray | array):

@@ -46,10 +46,6 @@ class World:
         self.generators.restore()
 
 
-def _is_users(entry: Any) -> bool:
-    return not isinstance(entry, ForwardSlot)
-
-
 def _global_hooks() -> list[Any]:
     return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values()]
 
@@ -75,8 +71,8 @@ class Surroundings:
             own = module.__dict__
             held = watched_attributes(module).values()
             code += [type(module), *held]
-            there = (own[name] for name in pystate.entries(module) if name in own)
-            code += [inspect.unwrap(one, stop=_is_users) for one in there]
+            here = (own[name] for name in pystate.entries(module) if name in own)
+            code += [inspect.unwrap(f, stop=lambda f: not isinstance(f, ForwardSlot)) for f in here]
             for name in (*HOOKS, "_backward_hooks", "_backward_pre_hooks"):
                 self._of_modules += own.get(name, {}).values()
             found = (one for value in held for one in pystate.found_in(value))
