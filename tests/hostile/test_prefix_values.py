@@ -620,20 +620,23 @@ LEFT = {
     "a word": lambda m, h: WORDS.update(mode="on"),
     "the head's tensor": lambda m, h: setattr(m.head, "aux", h.detach().mean()),
     "a name that it only writes": mark,
+    "a count beside the head's": lambda m, h: WORDS.update(early=WORDS["early"] + 1),
 }
 
 
 def noticed(m):
     global MARKED
-    flag, m.flag = m.flag is True or MARKED, None
-    MARKED = False
-    return 1 + 0.1 * (m.calls + m.early.calls + flag + m.head.aux + len(WORDS.pop("mode", "")))
+    flag, m.flag, MARKED = m.flag is True or MARKED, None, False
+    count = m.calls + m.early.calls + WORDS["early"]
+    return 1 + 0.1 * (count + flag + m.head.aux + len(WORDS.pop("mode", "")))
 
 
-@hostile(over=LEFT, cases=6)
+@hostile(over=LEFT, cases=7)
 def test_what_the_front_leaves_to_others_is_there_for_them(run, leave):
     model = layered(lambda layer, h: leave(layer.of[0], h) or h, calls=0)
     model.early.of, model.calls, model.flag, model.head.aux = [model], 0, None, 0.0
+    model.head.register_forward_hook(lambda *_: WORDS.update(head=WORDS["head"] + 1))
+    WORDS.update(early=0, head=0)
     trained(run, lambda m, b: ce(m, *b) * noticed(m), model=model, epochs=4)
 
 
@@ -661,11 +664,7 @@ def test_a_counter_of_the_models_own_that_decides_of_the_front(run, decide):
     trained(run, model=counts(decide), epochs=10)
 
 
-def made_at_once(model):
-    model.count = getattr(model, "count", 0) + 1
-    return model.count
-
-
+made_at_once = lambda m: setattr(m, "count", getattr(m, "count", 0) + 1) or m.count  # noqa: E731
 FLAG = {"a flag": (dict, lambda at: len(at) or at.update(is_set=True) or 0)}
 KINDS = ("a list", "a table", "an object", "a list that grows", "a set", "a tensor in an object")
 OUTSIDE = (

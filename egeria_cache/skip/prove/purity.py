@@ -303,23 +303,21 @@ class Repeats:
             if id(where) not in skipped and not now.arrays:
                 plan.left.append((self._name(mark), partial(_look, where, mark[1]), now.texts))
         # What its first run works out, and no other one moves, is no count; nor is what hits move
-        # otherwise than the whole model.
-        once, later = self._once_outside.items(), self._later_outside
-        memos = {
-            m
-            for m, one in once
-            if all(m in each and same_content(one.twice, each[m].twice) for each in later)
-        }
+        # otherwise than the whole model: what the prefix moves then would stand still.
+        once, (again, last) = self._once_outside, self._later_outside
+        still = {m for m in once if m in again and same_content(once[m].twice, again[m].twice)}
+        memos = {m for m in still if m in last and same_content(once[m].twice, last[m].twice)}
         found, replayed = self._traced.outside, self._traced.replayed
         marks = [mark for mark in found.keys() - memos if mark in replayed]
-        counted = [found[m] for m in marks if same_content(found[m].twice, replayed[m].twice)]
-        where = {id(one.where) for one in counted}
-        for one, name in self._outside:
-            if id(one) not in where:
-                how = f"{name} moves with every call of it"
-                raise BoundaryError.impure(self._traced.boundary, how)
-        self._check_counters(plan, counted, [one.name for one in counted], self.copied.of)
-        plan.unread = {one.mark: one.where for one in counted}
+        counted = [m for m in marks if same_content(found[m].twice, replayed[m].twice)]
+        where = {id(found[m].where) for m in counted}
+        names = [one.name for m, one in found.items() if m in again and m not in (*still, *counted)]
+        for name in (*names, *(name for one, name in self._outside if id(one) not in where)):
+            how = f"{name} moves with every call of it"
+            raise BoundaryError.impure(self._traced.boundary, how)
+        ours = [found[m] for m in counted]
+        self._check_counters(plan, ours, [one.name for one in ours], self.copied.of)
+        plan.unread = {one.mark: one.where for one in ours}
 
     def _moved_outside(
         self, once: list[Any], really: list[Any], context: Mapping[Any, Any]
