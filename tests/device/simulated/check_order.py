@@ -214,7 +214,7 @@ def evaluator_property(order):
         for step in range(5):
             layer.weight.copy_(torch.full((3, 3), float(step), device=DEVICE))
             x = torch.full((2, 3), float(step + 1), device=DEVICE) * 2
-            probe = Probe([Call("0", (devices.to_host(x),), {})], 2)
+            probe = Probe([Call("0", (devices.to_host(x),), {}, {})], 2)
             item = InputItem(
                 step=step, layer=0, probe=probe, judge=False, refresh=True,
                 weights=copy_weights([layer]), ready=devices.mark(HERE),
