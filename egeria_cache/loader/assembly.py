@@ -89,7 +89,6 @@ class Assembly:
             lengths = self._joint_lengths(plan, entry, loaded)
             if lengths is None:
                 return self._load_instead(plan)
-            entry.whole = lengths.whole
             misses, kept = lengths.widened(misses), lengths.widened(kept)
         leaves: dict[str, Rows] = {**misses, **view.constants_for(len(plan.task.ids)), **kept}
         for path in view.kept if num_misses else ():
@@ -322,6 +321,7 @@ class Assembly:
         age = source.fingerprint.age
         if entry is not None:
             entry.is_given, count = True, self.cache.counters.batch
+            entry.whole = None if lengths is None else lengths.whole
             entry.on_load = partial(count, size, entry.hit, is_random=source.is_random)
         entering: batches.Entry | None = entry
         if found is not None:

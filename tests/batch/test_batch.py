@@ -78,29 +78,16 @@ def test_looking_at_shape_dtype_and_device_loads_nothing(hit):
 @pytest.mark.parametrize(
     "op",
     [
-        lambda x: x + torch.ones(4, 3, 2),
-        lambda x: x.mean(),
-        lambda x: torch.cat([x, RAW]),
-        lambda x: torch.stack([x, x]),
-        lambda x: torch.cat([x, x])[:4],
-        lambda x: x[1],
-        lambda x: x[x > 3],
-        lambda x: x.roll(1),
-        lambda x: x.flip(0, 1),
-        lambda x: x.cumsum(0),
-        lambda x: x[[0, 1], [1, 2]],
-        lambda x: x - x[:1],
-        lambda x: x + torch.ones(4, 1, 1),
-        lambda x: x.sum(0),
-        lambda x: F.dropout(x, 0.0001),
-        lambda x: x.flatten(1).triu(-2),
-        lambda x: x.renorm(2, 1, 100.0),
-        lambda x: x.data,
-        lambda x: x @ x.flatten(1)[:, :2].T,
+        lambda x: x + torch.ones(4, 3, 2), lambda x: x.mean(), lambda x: torch.cat([x, RAW]),
+        lambda x: torch.stack([x, x]), lambda x: torch.cat([x, x])[:4], lambda x: x[1],
+        lambda x: x[x > 3], lambda x: x.roll(1), lambda x: x.flip(0, 1), lambda x: x.cumsum(0),
+        lambda x: x[[0, 1], [1, 2]], lambda x: x - x[:1], lambda x: x + torch.ones(4, 1, 1),
+        lambda x: x.sum(0), lambda x: F.dropout(x, 0.0001), lambda x: x.flatten(1).triu(-2),
+        lambda x: x.renorm(2, 1, 100.0), lambda x: x.data, lambda x: x @ x.flatten(1)[:, :2].T,
         lambda x: torch.zeros(1, 3, 2).copy_(x[:1]),
         lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True),
     ],
-)
+)  # fmt: skip
 def test_any_other_function_sees_plain_data(hit, op):
     x, _ = make_batch(hit)
     y = op(x)
