@@ -339,7 +339,7 @@ def functions_of(value: Any) -> Iterator[types.FunctionType]:
             value = getattr(value, "__wrapped__", None)
         elif parts := parts_of(value):
             value = parts[0]
-        elif value is None or isinstance(value, type):
+        elif value is None or isinstance(value, type | types.ModuleType):
             return
         else:
             # Not by a `__getattr__` of its own, which may raise anything.

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from egeria_cache.skip.serve.compare import difference, same_content, tolerance
 from egeria_cache.skip.serve.cut import TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
 from egeria_cache.skip.state.guards import ContentProbe, PrefixGuard
+from egeria_cache.skip.state.watch import hook_of_training
 
 
 @pytest.fixture
@@ -167,8 +169,7 @@ def test_the_guard_sees_every_kind_of_change_by_name():
         tensors = [
             (f"{name}.{key}", module, tensor)
             for name, module in model.named_modules()
-            for slot in (module._parameters, module._buffers)
-            for key, tensor in slot.items()
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
         ]
         return model, PrefixGuard(tensors, list(model.named_modules()))
 
@@ -190,3 +191,10 @@ def test_the_guard_sees_every_kind_of_change_by_name():
     model, guard = watch()
     model[1].train()
     assert guard.changed() is None, "what is held is put back, whoever set it"
+
+
+def test_a_library_that_a_hook_names_is_no_function_of_it():
+    library, module = ModuleType("library"), nn.Linear(1, 1)
+    library.__wrapped__ = lambda of: of.training
+    module.register_forward_hook(lambda of, args, out: library.scaled(out))
+    assert hook_of_training(module) is None
