@@ -18,11 +18,20 @@ Gate = Literal["auto", "always", "never"]
 Padding = Literal["proved", "unread"]
 """How it is known that a loop reads no padding of the model's output."""
 
-GONE = frozenset((
-    "batch_dim", "calibration", "cpu_load_limit", "dropout", "evaluator_threads", "probe_rows",
-    "ragged", "refresh_every", "tensorboard_dir", "train_output", "verify",
-))  # fmt: skip
-"""Options that do nothing any more: accepted for one release; CHANGELOG.md says why."""
+GONE = {
+    "batch_dim": "samples come first",
+    "calibration": "a layer's first three readings set its tolerance",
+    "cpu_load_limit": "the evaluator process takes what others leave of the CPUs",
+    "dropout": "dropout layers of a frozen front pass their input on",
+    "evaluator_threads": "the evaluator process has a quarter of the CPUs",
+    "probe_rows": "32 samples of a batch are compared",
+    "ragged": "what leaves are padded with is found out",
+    "refresh_every": "it is refreshed at every evaluation, or every W where it quantises",
+    "tensorboard_dir": "functions in controller.history.listeners get every record",
+    "train_output": "both sides of a reading are run in inference mode",
+    "verify": "every read of a stored sample is verified",
+}
+"""Options that do nothing any more, and why. They are accepted for one release."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,7 +92,7 @@ def names_known(call: Callable[P, T]) -> Callable[P, T]:
             of = call.__qualname__.removesuffix(".__init__")
             if name in GONE:
                 del kwargs[name]
-                what = f"{of}: {name}= does nothing any more; CHANGELOG.md says why"
+                what = f"{of}: {name}= does nothing any more: {GONE[name]}"
                 warnings.warn(what, FutureWarning, stacklevel=2)
             else:
                 near = did_you_mean(name, known)

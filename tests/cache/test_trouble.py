@@ -152,7 +152,7 @@ def test_arguments_of_another_kind_are_told_by_name(tmp_path, monkeypatch, make,
 
 
 def test_options_that_are_gone_do_nothing_for_one_release(tmp_path):
-    with pytest.warns(FutureWarning, match="verify= does nothing any more"):
+    with pytest.warns(FutureWarning, match="verify= does nothing any more: every read"):
         cache = ActivationCache(make_net(), tmp_path, verify="always")
     with pytest.warns(FutureWarning, match=r"fill\(\) does nothing any more: the first epoch"):
         cache.fill()
