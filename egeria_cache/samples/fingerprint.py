@@ -29,7 +29,7 @@ from egeria_cache.pystate import Portrait, is_below, is_in_shared_memory, leaf_p
 
 NUM_SAMPLES = 32
 NUM_AGAIN = 2
-"""Samples that are read again at the start of an epoch, in turns."""
+"""Samples that are read again at the start of an epoch, in turns; more while time is free."""
 MAX_SHARE = 0.01
 """Of the time, for reading samples and long arrays again."""
 _MAX_TENSORS = 64
@@ -144,7 +144,7 @@ class Fingerprint:
         self._prints: dict[int, int | None] = {}
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
-        self._turn = 0
+        self._turn, self._sample_s = 0, 1.0
         self._free_s = [FREE_S, FREE_S]
         """What is left of it at the ends of passes, and in the middle of them."""
         self._next_full = self._next_look = 0.0
@@ -238,7 +238,7 @@ class Fingerprint:
             return True
         indices, before = self._seen
         with Attempt() as tried:
-            now = self._source.look_at(indices, None)
+            now = self._look_at(indices)
         if tried.error is not None:
             return True
         return now.prints != before.prints or before.together not in (now.together, None)
@@ -246,18 +246,26 @@ class Fingerprint:
     def _other_samples(self) -> str | None:
         """Read a few of the samples again."""
         known = list(self._prints)
-        some = [known[(self._turn + i) % len(known)] for i in range(min(NUM_AGAIN, len(known)))]
-        self._turn += NUM_AGAIN
+        free = int(max(self._free_s[False], 0) / self._sample_s)
+        number = min(max(NUM_AGAIN, free), len(known))
+        some = [known[(self._turn + i) % len(known)] for i in range(number)]
+        self._turn += number
         if not some:
             return None
         prints: Sequence[Any] = ()
         with Attempt():  # what cannot be read now is no other data
-            prints = self._source.look_at(some, None).prints
+            prints = self._look_at(some).prints
         for index, now in zip(some, prints, strict=False):
             # As at first, all together: a data set may give out memory of its own in turns.
             if now != self._prints[index] and self._gives_others():
                 return f"sample {index!r}"
         return None
+
+    def _look_at(self, indices: list[int], before: Portrait | None = None) -> Look:
+        started = time.perf_counter()
+        seen: Look = self._source.look_at(indices, before)
+        self._sample_s = (time.perf_counter() - started) / max(len(indices), 1)
+        return seen
 
     def _take(self) -> str:
         dataset, digest = self._roots["data set"], xxhash.xxh3_128()
@@ -295,11 +303,8 @@ class Fingerprint:
 
     def _see(self, indices: list[int]) -> None:
         """Load samples for the first time."""
-        seen = self._source.look_at(indices, self._glance)
-        if (
-            self._portraits[1].doubtful
-            and self._source.look_at(indices, None).together != seen.together
-        ):
+        seen = self._look_at(indices, self._glance)
+        if self._portraits[1].doubtful and self._look_at(indices).together != seen.together:
             seen = seen._replace(together=None)  # the collate function draws
         self._grown |= seen.grown
         # What loading fills at first, and writes over later.

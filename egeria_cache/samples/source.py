@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import os
 import weakref
@@ -433,7 +434,9 @@ class LoaderSource:
 
 
 def _method(dataset: Any, name: str) -> Callable[[Any], Any] | None:
-    found = getattr(dataset, name, None)
+    # What a `__getattr__` makes up, or has of a data set within that counts otherwise, is no name.
+    is_own = inspect.getattr_static(dataset, name, None) is not None
+    found = getattr(dataset, name, None) if is_own else None
     return found if callable(found) else None
 
 

@@ -450,7 +450,7 @@ def ringed(data, index):
 
 
 class Closing(Pairs):
-    """Closes what it holds when it goes."""
+    """Closes what it holds when it goes, and has a function of any other name."""
 
     def __init__(self):
         super().__init__()
@@ -459,6 +459,9 @@ class Closing(Pairs):
     def __getitem__(self, index):
         assert self.open[0], "the file is closed"
         return super().__getitem__(index)
+
+    def __getattr__(self, name):
+        return super().__getattribute__(name) if name.startswith("__") else print
 
     def __del__(self):
         self.open[0] = False
