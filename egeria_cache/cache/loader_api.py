@@ -97,9 +97,9 @@ class LoaderApi(EngineCallbacks):
             return (), None
         if self.is_plain(source.key):
             return (), False
-        if self.counters.is_compiled:
-            return (), True
-        return self.views.of(source.key), True
+        views = () if self.counters.is_compiled else self.views.of(source.key)
+        # What is computed to be timed is not stored: nobody reads its draws again.
+        return views, bool(views) or not self.policy.wants_timing(source.key)
 
     def note_epochs(self) -> None:
         """Note for the next run in this directory how many epochs this one had."""

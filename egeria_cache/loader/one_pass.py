@@ -190,9 +190,8 @@ class Pass:
         if not batches:
             raise StopIteration
         state = progress.drawn.popleft() if progress.drawn else progress.sampler
-        if self._cache is not None and source.samples.draws_nothing():
-            samples = source.samples.get(batches[0])
-        else:
+        samples = None if self._cache is None else source.samples.undrawn(batches[0])
+        if samples is None:
             [plan] = planner.plans(batches, *planner.outlook(), number)
             samples = source.samples.load(plan.task)
         batch = source.collate(samples)

@@ -31,10 +31,6 @@ from egeria_cache.samples.fingerprint import Look, describe, look
 from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
 from egeria_cache.samples.task import Loaded, Task
 
-_SELDOM = 64
-"""Batches without a draw are watched ever more seldom, down to one in so many: 100 us each."""
-
-
 Alone = dict[int, Leaves]
 """Samples of a batch by row, each collated alone."""
 
@@ -95,10 +91,30 @@ class SampleLoader:
             seen = seen._replace(decides=deciding(roots, lambda: self._described(some)))
         return seen
 
-    def draws_nothing(self) -> bool:
-        """Whether `get` does for a batch: no sample was seen to draw, nor is it time to look."""
+    def undrawn(self, indices: Sequence[Any]) -> Any:
+        """Return samples as `get` does; None if some draw: asked after 1, 2, 4, ..."""
         self._num_undrawn = num = self._num_undrawn + 1
-        return not self.drawn and bool(num & (num - 1)) and num % _SELDOM > 0
+        if self.drawn:
+            return None
+        if num & (num - 1):
+            return self.get(indices)
+        before = {name: one.look() for name, one in GENERATORS.items()}
+        try:
+            has_own = next(_seedable(self.dataset), None) is not None
+            samples = None if has_own else self.get(indices)
+        except Exception:
+            if not self._have_drawn(before):
+                raise
+            return None
+        return None if self._have_drawn(before) else samples
+
+    def _have_drawn(self, before: Mapping[str, Any]) -> bool:
+        """Whether a generator was drawn from since; it is put back, and seeded from now on."""
+        moved = [name for name, look in before.items() if GENERATORS[name].look() != look]
+        for name in moved:
+            GENERATORS[name].put_back(before[name])
+        self.drawn |= {*moved}
+        return bool(moved)
 
     def load(self, task: Task) -> Any:
         """Return the task's samples in order: a list, or what `__getitems__` gives instead."""
@@ -113,19 +129,14 @@ class SampleLoader:
         while True:  # again as long as samples draw from a generator that was not seeded
             seeds = self.drawn | {"torch"} if task.seeds_all else self.drawn
             before = {name: one.look() for name, one in GENERATORS.items() if name not in seeds}
-            error, samples = None, None
             try:
                 samples = self._load_seeded(task, before, transforms)
-            except Exception as caught:
-                error = caught
-            moved = [name for name, look in before.items() if GENERATORS[name].look() != look]
-            for name in moved:
-                GENERATORS[name].put_back(before[name])
-            self.drawn |= {*moved}
-            if not moved and error is not None:
-                raise error
-            if not moved:
-                return samples
+            except Exception:
+                if not self._have_drawn(before):
+                    raise
+            else:
+                if not self._have_drawn(before):
+                    return samples
 
     def get(self, indices: Sequence[Any]) -> Any:
         """Return samples as the data set gives them."""

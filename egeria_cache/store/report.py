@@ -179,7 +179,7 @@ def pack(path: Path, out: BinaryIO) -> Report:
         about = {"format": FORMAT, "fields": dict(Manifest.read(path).fields)}
         about["totals"] = view.totals().pack().hex()
         about["layout"] = view.layout.packed.decode() if view.layout is not None else None
-        write(place.dumped(about, indent=None).encode() + b"\n")
+        write(place.dumped(about).encode() + b"\n")
         for _, found in view.records():
             if isinstance(found, RecordError):
                 done["damaged"] += 1
@@ -237,7 +237,7 @@ def _description(line: bytes) -> tuple[dict[str, Any], Totals, Layout]:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, struct.error):
         totals, text = Totals.parse(bytes.fromhex(about["totals"])), about["layout"]
         layout = Layout(()) if text is None else Layout.parse(text.encode())
-        again = place.dumped(about, indent=None).encode() + b"\n"
+        again = place.dumped(about).encode() + b"\n"
         if about["format"] == FORMAT and again == line:
             return dict(about["fields"]), totals, layout
     raise DamagedError("this is no packed generation that this release reads")

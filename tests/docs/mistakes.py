@@ -394,7 +394,7 @@ def open_directory(where):
 
 @mistake("The directory lies on a network filesystem")
 def network_directory(where):
-    with mock.patch.object(place, "filesystem_type", return_value="nfs4"):
+    with mock.patch.object(place, "network_type", return_value="nfs4"):
         cached(model(), where)
 
 
