@@ -213,7 +213,8 @@ class LoaderSource:
     def why_not_compared(self, batch: Batch, read: frozenset[str]) -> str | None:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
-        return None if is_known else RESTLESS
+        why = f"{RESTLESS}, and what the frozen front reads of padded samples has no print"
+        return None if is_known else why if batch.lengths is not None else RESTLESS
 
     def unsettle(self) -> None:
         """A draw has changed what the front reads after all."""
