@@ -566,7 +566,8 @@ class SkipEngine:
         return self._auto.refuse(held=held)
 
     def _is_evaluation(self) -> bool:
-        return not self.model.training and any(self._plans.all())
+        trains = self.model.training and torch.is_grad_enabled()
+        return not trains and self._plans.has_proved()
 
     def _share_padding(self, plan: ReplayPlan) -> None:
         """What training has shown of how the loop reads padding holds in its evaluations as well,
@@ -750,6 +751,8 @@ class SkipEngine:
             if (reason := guard.changed()) is not None:
                 self._void(reason, guard)
                 break
+        if not self._plans.guards:
+            self._plans.unpark()
 
     def _retreat(self, name: str) -> None:
         """A part of the prefix is trained from now on: cut before it, or not at all."""
@@ -767,15 +770,17 @@ class SkipEngine:
 
     def _void(self, reason: str, guard: PrefixGuard) -> None:
         """What is stored is of another prefix; it may return, or another one be known."""
-        self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)
+        gone = [r.cut.fields for r in self._plans.all() if r.cut is not None]
+        self._voided += [fields for fields in gone if fields not in self._voided]
         if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
             self._held.release()
             self._is_held = False
+        if self._plans.park(guard) and reason != SEEN_LATE:
+            return
+        self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)
         self._announced.clear()
         self._audits = Answers()
-        self._voided += [r.cut.fields for r in self._plans.all() if r.cut is not None]
         self.cut = None
-        self._plans.park(guard)
         if self._auto is not None:
             self._auto.look_again()
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.hostile.harness import hostile, sgd
+from tests.hostile.harness import cross_entropy, hostile, sgd
 from tests.hostile.loops import add_new
 from tests.hostile.nets import ConvNet, Net, Residual, images, inputs, net, rows
 
@@ -65,19 +65,15 @@ def automatic(run, change=lambda model, epoch: None, model=None, epochs=6):
 
 
 SCHEDULES = {
-    "still": (2,) * 8, "forward": (1, 1, 2, 2, 3, 3, 4, 4), "to and fro": (1, 4, 1, 4, 2, 2, 2, 2),
-    "nothing at first": (0, 0, 3, 3, 3, 3, 3, 3),
+    "still": (Quiet, [2] * 8), "norms and dropout": (Blocks, [2] * 8),
+    "forward": (Quiet, [1, 1, 2, 2, 3, 3, 4, 4]), "to and fro": (Quiet, [1, 4, 1, 4, 2, 2, 2, 2]),
+    "nothing at first": (Quiet, [0, 0, 3, 3, 3, 3, 3, 3]),
 }  # fmt: skip
 
 
-@hostile(over={kind: [schedule] for kind, schedule in SCHEDULES.items()}, served=True)
-def test_auto_follows_a_schedule(run, schedule):
-    automatic(run, lambda m, e: front(m, schedule[0][e]), epochs=8)
-
-
-@hostile(served=True)
-def test_auto_with_norms_and_dropout(run):
-    automatic(run, model=Blocks())
+@hostile(over=SCHEDULES, served=True)
+def test_auto_follows_a_schedule(run, kind, schedule):
+    automatic(run, lambda m, e: front(m, schedule[e]), model=kind(), epochs=8)
 
 
 def put(number, block):
@@ -126,9 +122,25 @@ def test_auto_with_other_calls_first(run, first):
     run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
 
 
-def under_auto(model, run):
+def under_auto(model, run, boundary="auto"):
     """Freeze the front, as `boundary="auto"` finds it."""
-    return run.freeze(model, "middle" if run.is_plain else "auto", ("early", "middle"))
+    return run.freeze(model, "middle" if run.is_plain else boundary, ("early", "middle"))
+
+
+@hostile(served=True)
+@pytest.mark.parametrize("boundary", ["auto", "middle"])
+def test_a_reference_with_parts_switched_off_in_each_step(run, boundary):
+    """As adapters are: two states of the front that take turns are both known."""
+
+    def loss(model, batch):
+        model.gain, _ = 0.5, model.late.requires_grad_(False)
+        with torch.no_grad():
+            reference = model(batch[0])
+        model.gain, _ = 1.0, model.late.requires_grad_(True)
+        return cross_entropy(model, batch) + F.mse_loss(model(batch[0]), reference)
+
+    model = net(forward=lambda m, x: m.back(m.front(x * m.gain)), gain=1.0)
+    run.fit(under_auto(model, run, boundary), run.loader(rows()), 5, loss=loss)
 
 
 @hostile(served=True)

@@ -105,13 +105,16 @@ def test_loading_equal_values_every_epoch_is_served(run):
     trained(run, each_epoch=lambda model, epoch: load(model), epochs=6)
 
 
-def evaluating_an_average(run, model, averages):
-    """Train, and swap averaged weights in before each epoch, for an evaluation."""
-    loader = run.loader(rows())
+@hostile(served=True)
+def test_swapping_averages_in_and_out_every_epoch_is_served(run):
+    """EMA for the evaluation: the frozen weights' averages are the weights."""
+    model, loader = run.freeze(Net()), run.loader(rows())
+    ema = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
 
     def evaluate(epoch):
+        ema.update_parameters(model)
         kept = copy.deepcopy(model.state_dict())
-        model.load_state_dict(averages())
+        model.load_state_dict(ema.module.state_dict())
         model.eval()
         with torch.no_grad():
             for x, _ in loader:
@@ -119,19 +122,6 @@ def evaluating_an_average(run, model, averages):
         model.load_state_dict(kept)
 
     run.fit(model, loader, 5, each_epoch=evaluate)
-
-
-@hostile(served=True)
-def test_swapping_averages_in_and_out_every_epoch_is_served(run):
-    """EMA for the evaluation: the frozen weights' averages are the weights."""
-    model = run.freeze(Net())
-    ema = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-
-    def averages():
-        ema.update_parameters(model)
-        return ema.module.state_dict()
-
-    evaluating_an_average(run, model, averages)
 
 
 def test_an_average_is_evaluated_over_loaders_of_its_own_without_a_word(tmp_path):
@@ -178,21 +168,12 @@ def pruned(model):
 
 def frozen(change):
     """Return what changes the first layer and freezes what that brought."""
-
-    def changed(model):
-        change(model)
-        model.early.requires_grad_(False)
-
-    return changed
+    return lambda model: (change(model), model.early.requires_grad_(False))
 
 
 class Doubled(nn.Module):
     def forward(self, x):
         return 2 * x
-
-
-def parametrized(model):
-    parametrize.register_parametrization(model.early, "weight", Doubled())
 
 
 def flat(model):
@@ -205,7 +186,8 @@ def flat(model):
 
 NORMS = {
     "flat": flat, "weight norm": weight_norm, "frozen weight norm": frozen(weight_norm),
-    "pruned": pruned, "parametrized": parametrized,
+    "pruned": pruned,
+    "parametrized": lambda m: parametrize.register_parametrization(m.early, "weight", Doubled()),
 }  # fmt: skip
 
 

@@ -307,6 +307,8 @@ class AutoBoundary:
             args: What it is called with now.
             kwargs: And by name.
         """
+        if self._is_trained and not torch.is_grad_enabled():
+            return  # nothing trains in this call, whatever is switched off for it
         flags = list(map(_requires_grad, self._parameters))
         if flags != self._seen:
             is_restless = self._seen and self._num_still < max(_STILL, 2 * self._wait)

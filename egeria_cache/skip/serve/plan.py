@@ -288,6 +288,10 @@ class PlanCache:
         """Return the plans for the prefix as it is now."""
         return self._plans
 
+    def has_proved(self) -> bool:
+        """Whether there are plans, be they for another state of the prefix."""
+        return any((self._plans, *self._parked))
+
     def alike(self, key: Key, boundary: str) -> list[ReplayPlan]:
         """Return those of one signature at one boundary."""
         return [plan for plan in self._plans if (plan.key, plan.boundary) == (key, boundary)]
@@ -333,37 +337,36 @@ class PlanCache:
 
     def may_dry_run(self, key: Key) -> bool:
         """Whether another dry run is worth its price; whoever asks and is told so makes one."""
-        if self._watch is not None:
-            if self._unpark():
-                return False
-            if self._watch.changed() is not None:
-                self._watch = self._watch.anew()
-                self._rest = self._wait
+        watch = None if self._plans else self._watch
+        if watch is not None and watch.changed() is not None:
+            self._watch, self._rest = watch.anew(), self._wait
         self._rest -= 1
         if key in self._refused or self._rest >= 0 or self._num_dry_runs >= _MAX_PLANS:
             return False
-        if self._watch is not None:
+        if watch is not None:
             self._watch, self._wait = None, min(2 * self._wait, 1024)
         self._num_dry_runs += 1
         return True
 
-    def park(self, guard: PrefixGuard) -> None:
-        """The prefix has changed, as `guard` saw, to one that was proved before perhaps.
+    def park(self, guard: PrefixGuard) -> bool:
+        """The prefix has changed, as `guard` saw. Whether to what it was before: states that take
+        turns (adapters switched off for a reference) stay known.
 
         It may return to what it was, or go on changing: then it is left alone for a while.
         """
         self._parked = [self._plans, *self._parked][:_MAX_PARKED]
         self._become(())
+        self.unpark()
+        if self._plans or (self._watch is not None and self._watch.changed() is None):
+            return True
         self._refused.clear()
-        if not self._unpark():
-            self._watch, self._rest = guard.anew(), self._wait
+        self._watch, self._rest = guard.anew(), self._wait
+        return False
 
-    def _unpark(self) -> bool:
+    def unpark(self) -> None:
         """Go back to plans that were proved for what the prefix is now, if there are any."""
         for parked in self._parked:
             if parked and all(plan.guard and plan.guard.is_same() for plan in parked):
                 self._parked.remove(parked)
-                self._watch = None
                 self._become(parked)
-                return True
-        return False
+                return
