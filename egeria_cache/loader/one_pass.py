@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ class Pass:
         self._steps: deque[Plan] = deque(maxlen=2)
         """Batches that were given out, and their steps not noted: a trainer may ask for the next
         one before it computes (Accelerate does)."""
-        self._since, self._num_calls = 0.0, 0
+        self._since, self._num_calls, self._fewest = 0.0, 0, sys.maxsize
         self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
         if cache is not None:
@@ -199,12 +200,18 @@ class Pass:
         return batch
 
     def _note_step(self) -> float:
-        """Tell the cache what the step cost that ends with this call, if the model was called."""
+        """Tell the cache what the step cost that ends with this call, if the model was called; not
+        if it was called more often than in others: somebody has validated it.
+        """
         now, cache = time.perf_counter(), self._cache
         if not self._steps or cache is None or cache.counters.num_calls == self._num_calls:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
+        num_calls = cache.counters.num_calls - self._num_calls
         self._since, self._num_calls = now, cache.counters.num_calls
+        self._fewest = min(self._fewest, num_calls)
+        if num_calls > self._fewest:
+            return now
         with self._beside:
             cache.note_step(
                 self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,

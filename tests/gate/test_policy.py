@@ -181,16 +181,18 @@ def test_the_gate_stops_what_does_not_pay_and_says_why(tmp_path, monkeypatch, ga
 
 
 def test_a_step_is_its_own_batchs_where_the_loop_asks_for_the_next_one_first(tmp_path, monkeypatch):
-    """As Accelerate and the HF Trainer do; evaluations of few batches were stopped."""
+    """As Accelerate and the HF Trainer do; evaluations of few batches were stopped. One in which
+    the model is validated as well tells nothing: serving was stopped for it.
+    """
     noted, calls = [], []
     monkeypatch.setattr(StepTimer, "step", lambda *_, **__: noted.append(len(calls)))
     with cached(tmp_path, gate="always") as (model, cache):
         batches = iter(EgeriaLoader(Images(), 8, cache=cache))
         batch = next(batches)
         for ahead in batches:
-            calls.append(model(batch[0]))
+            calls.append([model(batch[0]) for _ in range(2 if len(calls) == 2 else 1)])
             batch = ahead
-    assert noted == [1, 2, 3, 4, 5]
+    assert noted == [1, 2, 4, 5]
 
 
 def test_an_epoch_ends_with_one_line(tmp_path, caplog):
