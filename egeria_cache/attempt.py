@@ -187,21 +187,19 @@ def without_modes() -> AbstractContextManager[None]:
     tensors, one that counts operations, a default device) are not that one's.
     """
     has_modes = num_dispatch_modes() or num_function_modes()
-    return _disable_modes() if has_modes else _AS_IT_IS
-
-
-@contextmanager
-def _disable_modes() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
+    if not has_modes:
+        return _AS_IT_IS
+    return _within(torch._C.DisableTorchFunction(), _disable_current_modes())
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
     """Make ordinary tensors, also where inference mode is on: those have a version counter."""
-    return _ordinary() if torch.is_inference_mode_enabled() else _AS_IT_IS
+    if not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    return _within(torch.inference_mode(False), torch.no_grad())
 
 
 @contextmanager
-def _ordinary() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
+def _within(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
         yield

@@ -113,13 +113,16 @@ class FreezeController(Remembered):
         self.model, self._ddp = unwrap(model)
         self.optimizer = optimizer
         schedule = Schedule(lr_scheduler, total_steps)
+        usual = ControllerConfig()
+        given = [n for n in PAPER_OPTIONS if getattr(self.config, n) != getattr(usual, n)]
         if policy is None:
-            usual = ControllerConfig()
-            is_paper = any(getattr(self.config, n) != getattr(usual, n) for n in PAPER_OPTIONS)
             is_told = schedule.has_end and can_be_read(optimizer)
-            is_budget = is_told and (harm_budget is not None or not is_paper)
+            is_budget = is_told and (harm_budget is not None or not given)
             policy = "budget" if is_budget else "plasticity"
         self.policy = make_policy(policy, self.config)
+        unread = given if policy == "budget" else ["harm_budget"] * (harm_budget is not None)
+        if isinstance(policy, str) and unread:
+            log.warning("policy %r decides, which does not read %s", policy, ", ".join(unread))
         self._listeners: list[Callable[[BoundaryMoved], None]] = list(listeners)
         if cache is not None:
             self._listeners.insert(0, cache.on_boundary_moved)

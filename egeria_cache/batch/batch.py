@@ -112,6 +112,8 @@ class Batch:
     """Why that is so."""
     was_computed: bool = field(default=False, init=False)
     """Whether the model was called with it where a cut is known."""
+    cuts: list[Any] = field(default_factory=list, init=False)
+    """Those that were proved with it."""
     _loaded: Leaves | None = field(default=None, init=False)
     _load_stored: Callable[[], dict[str, Tensor]] | None = field(default=None, init=False)
     """Reads the stored rows once, for all parts."""

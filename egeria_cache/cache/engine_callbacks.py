@@ -29,8 +29,9 @@ _FORKED = (
 )
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
-MAX_VALUES = 2
-"""Of an argument that the front reads beside the same samples, before they are not stored again."""
+MAX_VALUES = 3
+"""Of an argument that the front reads beside the same samples, given in one batch of theirs after
+another, before they are not stored again."""
 LOCKED_AHEAD = 4
 """Batches for whose activations page-locked memory is taken with the proof: being captured, or on
 their way to the writer or to the device. To lock pages later would have training wait for that."""
@@ -104,7 +105,7 @@ class EngineCallbacks(Status):
 
     def draws_count(self, source: LoaderSource) -> None:
         """What the front reads is another: by a random draw, or the data have changed."""
-        if source.is_restless:
+        if source.is_restless and not source.is_idle:
             why = f"{samples.RESTLESS}, and so does now what the frozen front reads of it"
             self.leave_uncached(source.key, why, unlink=True)
             return
@@ -146,7 +147,10 @@ class EngineCallbacks(Status):
         """
         views = [v for v in self.views.of(batch.loader_name) if v.cut.boundary == cut.boundary]
         ids, draws = list(batch.ids), batch.context.source.stored_as(batch.draws)
-        again = [cut, *(view.cut for view in views if view.contains(ids, draws).any())]
+        # Not those of several calls with this very batch, which come again with it.
+        before = (view for view in views if view.cut not in batch.cuts)
+        again = [cut, *(view.cut for view in before if view.contains(ids, draws).any())]
+        batch.cuts.append(cut)
         for name in cut.fields["arguments"]:
             if len({repr(one.fields["arguments"].get(name)) for one in again}) > MAX_VALUES:
                 return (
@@ -349,7 +353,7 @@ class EngineCallbacks(Status):
             return  # why a loader's batches do not know their samples has been named
         if self._leave_together() or self._counts.why_not is not None:
             return  # whatever it is, it came first
-        self._counts.why_not = reason
+        self.counters.unserved = self._counts.why_not = reason
         log.warning("a boundary is set, but these batches are computed: %s. %s", reason, remedy)
 
     def _leave_together(self) -> bool:

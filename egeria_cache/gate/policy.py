@@ -74,13 +74,15 @@ class Counters:
         self.is_compiled = False
         """Whether it was last called as code that was compiled whole: it is served nothing."""
         self.passing: str | None = None
-        """Why nothing is served, until something is."""
+        """Why nothing is served, until something is, or is proved."""
+        self.unserved: str | None = None
+        """Why calls were not, until some are."""
 
     def batch(self, num_samples: int, hit: np.ndarray | None, *, is_random: bool = False) -> None:
         """Note what a batch consists of: yielded without hits, or served with some."""
         num_hits = 0 if hit is None else int(np.count_nonzero(hit))
-        if num_hits and self.passing is not None:
-            self.goes_on()
+        if num_hits and self.counts.why_not in (self.passing, self.unserved):
+            self.counts.why_not = None
         self.counts.hits += num_hits
         self.counts.misses += num_samples - num_hits
         self.counts.random_samples += num_samples if is_random else 0

@@ -86,7 +86,7 @@ class CacheStats:
         proof = f", after {self.proof_s:.1f} s for the proof" if self.proof_s else ""
         density = f", compressed {ratio:.2f}x" if ratio >= 1 else f", grown {1 / ratio:.2f}x"
         lines = {
-            "boundary": self.boundary or "none",
+            "boundary": self.boundary or "none: nothing is skipped until one is set, or found",
             "samples from the cache": f"{self.hits} of {seen} ({self.hit_rate:.0%})",
             "batches whole / in part / computed": (
                 f"{self.hit_batches} / {self.partial_batches} / {self.miss_batches}"

@@ -41,7 +41,7 @@ from egeria_cache.loader.resume import (
     noting,
     state_of,
 )
-from egeria_cache.samples import DEFAULT_REUSE, RESTLESS, Draws, Loaded, LoaderSource
+from egeria_cache.samples import DEFAULT_REUSE, Draws, Loaded, LoaderSource
 
 T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("egeria")
@@ -419,13 +419,17 @@ class EgeriaLoader(DataLoader[T_co]):
         if not self.source.fingerprint.is_new:  # it goes back and forth
             self._changed.clear()
         self._changed.add(self._progress.epoch)
-        if len(self._changed) > MAX_CHANGES:
-            self.source.is_restless = True
-            log.info(
-                "loader %r: %s (%s): its samples are loaded in every epoch, and what is stored is "
-                "served where the frozen front would read the same", self.name, RESTLESS, what,
-            )  # fmt: skip
-        self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
+        is_often = len(self._changed) > MAX_CHANGES
+        is_idle = not is_often and self.source.fingerprint.is_idle_number(what)
+        if give_up or not (is_often or is_idle):
+            self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
+            return
+        self.source.be_restless(is_idle=is_idle)
+        log.info(
+            "loader %r: its data set changes (%s): its samples are loaded in every epoch, and what "
+            "is stored is served where the frozen front would read the same", self.name, what,
+        )  # fmt: skip
+        self.cache.api.void(self.source.key, unlink=midway, is_outdated=True)
 
     def _worker_options(self) -> dict[str, Any]:
         return {

@@ -155,7 +155,9 @@ class Code:
 
     def note(self, scope: dict[str, Any], names: Iterable[str], *, whole: bool = False) -> None:
         """Note globals that it reads: under these names, or all data."""
-        data = _data_in(scope) if whole or id(scope) in self.whole else ()
+        own = scope.items() if whole or id(scope) in self.whole else ()
+        plain = [(key, one) for key, one in own if not (key[:2] == "__" or callable(one))]
+        data = [key for key, one in plain if is_value(one) or has_settings(one)]
         for name in (name for name in (*names, *data) if name in scope):
             self.found[id(scope[name]), None] = scope[name]
             if not (isinstance(scope[name], types.ModuleType) or scope[name] is sys.modules):
@@ -314,12 +316,6 @@ def has_settings(value: Any) -> bool:
 def _is_generated(part: Any) -> bool:
     """Whether it is a method that a data class has made, which names all of its fields."""
     return isinstance(part, types.FunctionType) and part.__code__.co_filename == "<string>"
-
-
-def _data_in(space: Mapping[str, Any]) -> list[str]:
-    """Return the names of data among the globals of a module."""
-    data = [(name, one) for name, one in space.items() if not (name[:2] == "__" or callable(one))]
-    return [name for name, one in data if is_value(one) or has_settings(one)]
 
 
 def is_value(value: Any) -> bool:

@@ -136,6 +136,8 @@ class Content:
             held = Generator("", value).read(value)
         elif held is None:
             held = own_attributes(value)
+            # What holds nothing and has no methods is there to be told from others.
+            self.is_all &= bool(held) or any(name[:2] != "__" for name in dir(type(value)))
         if isinstance(held, dict):
             for name, part in held.items():
                 self._add(f"{path}.{name}", part, depth)

@@ -293,7 +293,9 @@ class Copier:
         return getattr(new, value.__name__)
 
     def _partial(self, value: functools.partial[Any]) -> Any:
-        ours = _is_ours(value.func)  # a handler of `intercept` knows the modules themselves
+        owner = getattr(value.func, "__self__", value.func)
+        # A handler of `intercept` knows the modules themselves.
+        ours = getattr(owner, "__module__", "").partition(".")[0] in _OURS
         args = [arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args]
         keywords = {key: self(item) for key, item in value.keywords.items()}
         return self._keep(value, type(value)(self(value.func), *args, **keywords))
@@ -342,11 +344,6 @@ class Copier:
             with suppress(AttributeError):  # not set
                 object.__setattr__(new, name, self(object.__getattribute__(value, name)))
         return new
-
-
-def _is_ours(func: Any) -> bool:
-    owner = getattr(func, "__self__", func)
-    return getattr(owner, "__module__", "").partition(".")[0] in _OURS
 
 
 def is_shared(module: nn.Module) -> bool:

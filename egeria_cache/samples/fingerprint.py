@@ -196,6 +196,15 @@ class Fingerprint:
             self._text, self.age = None, self.age + 1
         return what
 
+    def is_idle_number(self, path: str) -> bool:
+        """Whether what has changed is a number that changes no sample of those that are known: that
+        of an epoch, as like as not, and another one in the next.
+        """
+        value: Any = None
+        with Attempt():
+            value = attrgetter(path.removeprefix("data set."))(self._roots["data set"])
+        return isinstance(value, int | float) and not self._gives_others()
+
     def is_due(self, now: float) -> bool:
         """Whether it is worth looking in the middle of a pass."""
         return now >= self._next_look or list(map(_version, self._tensors)) != self._versions

@@ -81,6 +81,8 @@ class LoaderSource:
     is_restless: bool = False
     """Whether its data are others again and again: each sample is loaded in every epoch, and what
     is stored is served where the front would read what it read for it."""
+    is_idle: bool = False
+    """Whether that is a number alone, of which nothing shows that it decides any sample."""
     is_known_random: bool = False
     """Whether each draw of a sample is another, even if samples were not seen to draw."""
     counts: set[str] = field(default_factory=set)
@@ -92,7 +94,6 @@ class LoaderSource:
         self.side_worker = None if own is None else SideWorker(self.samples, own)
         self.key = f"{self.name}#{next(_NUMBERS)}"
         """Tells this loader from all others, also from those of the same name."""
-        self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
         self._steady: dict[frozenset[str], bool] = {}
         """What was found out of leaves that fronts read."""
         self._unnamed: str | None = None
@@ -213,12 +214,20 @@ class LoaderSource:
     def why_not_compared(self, batch: Batch, read: frozenset[str]) -> str | None:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
+        self.is_restless &= is_known or not self.is_idle
+        if is_known or not self.is_restless:
+            return None
         why = f"{RESTLESS}, and what the frozen front reads of padded samples has no print"
-        return None if is_known else why if batch.lengths is not None else RESTLESS
+        return why if batch.lengths is not None else RESTLESS
+
+    def be_restless(self, *, is_idle: bool) -> None:
+        """Load each sample in every epoch from now on, and compare what the front reads."""
+        self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
+        self.is_restless, self.is_idle = True, is_idle
 
     def unsettle(self) -> None:
-        """A draw has changed what the front reads after all."""
-        self.is_steady = False
+        """A draw, or a number, has changed what the front reads after all."""
+        self.is_steady = self.is_restless = False
         self._steady = dict.fromkeys(self._steady, False)
 
     def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -394,7 +403,8 @@ class LoaderSource:
             return (
                 f"{leaf} of a sample is not the same when it is loaded again under the same seed; "
                 "draw random numbers in the data set, from the global state of torch, numpy or "
-                "random, and change data before a pass, not while it is under way"
+                "random, give samples memory of their own, and change data before a pass, not "
+                "while it is under way"
             )
         if isinstance(once, Tensor) and once.dim() and len(once) != batch.size:
             return (

@@ -544,7 +544,8 @@ class SkipEngine:
         self._share_padding(plan)
         self._publish(plan, call)
         self.host.note("proof", time.perf_counter() - started)
-        if not plan.pinned:  # whose reason comes
+        # Not of another shape alone; and what is pinned has a reason of its own, which comes.
+        if not plan.pinned and len(call.tagged) + len(plan.free) < len(call.leaves):
             self._unserved.note(_ALL_NEW, of=call.batch.ids)
         rows, why, most = capture.rows, capture.deviation, plan.coarsest
         pairs = [(one, rows[name]) for name, one in proved.items()] if rows is not None else ()

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import random
 
 import pytest
 import torch
@@ -134,11 +135,15 @@ def test_it_follows_what_is_frozen_and_what_is_thawed(directory):
     assert stats.hits > 96
 
 
-def test_nothing_frozen_is_no_error_and_the_reason_is_given(directory):
-    expected, ours, boundaries, stats = both(directory, Blocks(), 2)
-    assert boundaries[-1] is None
-    assert ours == expected
-    assert "no module is frozen" in stats.why_not
+@pytest.mark.parametrize("frozen", [(), ("stem",)])
+def test_nothing_found_is_no_error_and_the_reason_is_given(directory, frozen):
+    """Where anything is frozen, a copy of the model cannot be made."""
+    freeze(model := Blocks(), *frozen)
+    model.random = type("Own", (random.SystemRandom,), {"__deepcopy__": lambda self, memo: self})()
+    expected, ours, boundaries, stats = both(directory, model, 3)
+    assert (boundaries[-1], ours) == (None, expected)
+    assert ("on a copy of the model" if frozen else "no module is frozen") in stats.why_not
+    assert "none: nothing is skipped" in stats.report()
 
 
 def test_a_module_that_cannot_be_the_boundary_gives_way_to_one_before_it(directory, caplog):

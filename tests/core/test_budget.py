@@ -167,11 +167,11 @@ def told(run: Run) -> list[Any]:
     return [{k: v for k, v in r.items() if k not in timed} for r in run.controller.history]
 
 
-def test_it_is_the_default_where_the_end_is_known() -> None:
-    assert isinstance(Run().controller.policy, BudgetPolicy)
-    assert isinstance(Run(lr_scheduler=None).controller.policy, BudgetPolicy)
+def test_it_is_the_default_where_the_end_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({}, {"lr_scheduler": None}, {"window": 5}):  # harm_budget is given as well
+        assert isinstance(Run(**options).controller.policy, BudgetPolicy)
+    assert [one.message[-20:] for one in caplog.records] == ["does not read window"]
     assert isinstance(Run("onecycle", total_steps=None).controller.policy, BudgetPolicy)
-    assert isinstance(Run(window=5).controller.policy, BudgetPolicy), "harm_budget is given as well"
     assert isinstance(Run(window=5, harm_budget=None).controller.policy, PlasticityPolicy)
     without = Run(total_steps=None, lr_scheduler=None, evaluate_every=2)
     assert isinstance(without.controller.policy, PlasticityPolicy)

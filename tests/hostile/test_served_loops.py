@@ -30,14 +30,6 @@ def test_a_loader_made_anew_every_epoch_is_served(run, data_too):
 
 
 @hostile(served=True)
-def test_two_loaders_of_one_model_are_both_served(run):
-    model = run.freeze(Net())
-    loaders = [run.loader(rows()), run.loader(rows(seed=7), ours={"name": "other"})]
-    for loader in loaders * 3:
-        run.fit(model, loader, 1)
-
-
-@hostile(served=True)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("when", ["each_epoch", "each_step"])
 def test_evaluation_in_between_is_served(run, context, when):
@@ -196,42 +188,6 @@ def test_batches_and_steps_of_other_numbers_are_served(run, steps):
                 if steps >= 1 or number % 2:
                     optimizer.step()
                     optimizer.zero_grad()
-    run.see(model)
-
-
-@hostile(served=True)
-def test_adversarial_features_in_turns(run):
-    """A critic on the head's output, trained in turns with the head."""
-
-    def loss(model, x, y, step):
-        out = model(x)
-        if step % 2:
-            return critic(out.detach()).square().mean()
-        return F.cross_entropy(out, y) + critic(out).mean()
-
-    critic = nn.Linear(3, 1)
-    both = lambda m: sgd(nn.ModuleList([m, critic]))  # noqa: E731
-    trained(run, numbered(loss), optimizer=both, epochs=4)
-
-
-@hostile(served=True)
-def test_sharpness_aware_steps_are_served(run):
-    model = run.freeze(Net())
-    active = [p for p in model.parameters() if p.requires_grad]
-    loader = run.loader(rows())
-    for _ in range(4):
-        for batch in loader:
-            loss = cross_entropy(model, batch)
-            run.record(loss)
-            gradients = torch.autograd.grad(loss, active)
-            with torch.no_grad():
-                norm = torch.stack([g.norm() for g in gradients]).norm()
-                for p, g in zip(active, gradients, strict=True):
-                    p.add_(g, alpha=0.05 / float(norm))
-            second = torch.autograd.grad(cross_entropy(model, batch), active)
-            with torch.no_grad():
-                for p, g, h in zip(active, gradients, second, strict=True):
-                    p.sub_(g, alpha=0.05 / float(norm)).sub_(h, alpha=0.1)
     run.see(model)
 
 
@@ -422,6 +378,58 @@ def test_a_moving_target_network_beside_the_front(run):
 
     model = net(forward=forward, target=nn.Linear(8, 3).requires_grad_(False))
     trained(run, model=model, each_step=move, epochs=4)
+
+
+# ---- what changes, and decides nothing, or comes again -----------------------------------------
+
+
+def given(run, numbers):
+    loss = numbered(lambda m, x, y, n: sum(ce(lambda x, k=k: m(x, k), x, y) for k in numbers(n)))
+    model = net(forward=lambda m, x, k: m.back(m.front(x * (1 + k))))
+    trained(run, loss, model=model, epochs=8)
+
+
+def negated(run):
+    weight = nn.Parameter(torch.full((2,), 1 + 1j).conj().imag, requires_grad=False)
+    trained(run, model=net(front=lambda m, x: Net.front(m, x) * m.w.sum(), w=weight))
+
+
+def an_epoch_that_decides_nothing(run):
+    data = made(lambda d, i: (d.x[i] * (1 + (d.epoch > 9)), d.y[i]), epoch=0)
+    trained(run, data=data, each_epoch=lambda m, epoch: data.set_epoch(epoch))
+
+
+def many_shapes(run):
+    data = made(lambda d, i: (d.x[i, :1].repeat(1 + i // 4, 6), d.y[i].repeat(1 + i // 4)))
+    loss = lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten())  # noqa: E731
+    trained(run, loss, data=data, batch_size=4)
+
+
+AGAIN = {
+    "one of three in turns": lambda run: given(run, lambda n: [n // 3 % 3]),
+    "four for each batch": lambda run: given(run, lambda n: range(4)),
+    "an epoch that decides nothing": an_epoch_that_decides_nothing,
+    "a negated weight": negated,
+    "many shapes": many_shapes,
+}
+
+
+@hostile(over=AGAIN, silent=True)
+def test_what_comes_again_is_served_without_a_word(run, script):
+    script(run)
+
+
+class Mode:
+    """Has nothing by which two of its kind could be told apart."""
+
+
+@hostile
+def test_objects_without_a_state_are_told_by_what_they_are(run):
+    modes = [Mode(), Mode()]
+    forward = lambda m, x, mode: m.back(m.front(x * (1.0 + (m.second is mode))))  # noqa: E731
+    model = net(forward=forward, second=modes[1])
+    loss = numbered(lambda m, x, y, n: ce(lambda x: m(x, modes[n // 3 % 2]), x, y))
+    trained(run, loss, model=model, epochs=6)
 
 
 # ---- errors that are caught -------------------------------------------------------------------

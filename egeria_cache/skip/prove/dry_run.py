@@ -330,7 +330,8 @@ class AutoBoundary:
             self._is_due = True  # the call will raise, too, and the next one is another
             return
         place = self._places[0] if self._places else None
-        self.found(place, str(tried.error) if is_ours else "")
+        why = f"boundary='auto': the forward cannot be run on a copy of the model: {tried.error!r}"
+        self.found(place, "" if tried.error is None else str(tried.error) if is_ours else why)
 
     def _computes_features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call computes features, of a loader's batch, or comes after such a call.

@@ -199,6 +199,7 @@ def _place(data: Tensor) -> tuple[Any, ...]:
 
 def bits(data: Tensor) -> Tensor:
     """Return it as integers: what is not a number is itself."""
+    data = data.resolve_conj().resolve_neg()
     data = torch.view_as_real(data) if data.is_complex() else data
     return data.view(_BITS[data.element_size()])
 

@@ -124,7 +124,9 @@ class Layout:
             where = f"{name}.{key}" if name else key
             if (child := children.get(key)) is not None and id(child) not in self._run:
                 # Of what runs behind the boundary no more is read than that it is there.
-                self.looks.append((where, partial(_kind_of_child, own, key)))
+                self.looks.append(
+                    (where, partial(lambda own, key: type(own["_modules"].get(key)), own, key))
+                )
                 continue
             places = [own, *(own[slot] for slot in _SLOTS), *self.spaces(type(module))]
             self.look_up(where, key, places)  # in PyTorch's order
@@ -324,10 +326,6 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _beside(tensor: Tensor) -> dict[str, Any]:
     return ({"grad": tensor.grad} if tensor.is_leaf else {}) | vars(tensor)
-
-
-def _kind_of_child(own: Mapping[str, Any], key: str) -> Any:
-    return type(own["_modules"].get(key))
 
 
 def _keys_but(apart: set[Any], table: Mapping[Any, Any]) -> tuple[Any, ...]:
