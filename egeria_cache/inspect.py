@@ -103,13 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     differing.add_argument("other", metavar="GEN")
     pruning = command("prune", prune, "remove unused ones; only shows them without --yes")
     pruning.add_argument("--older-than", metavar="DAYS", type=float, help="last used before then")
-    pruning.add_argument(
-        "--to-size", metavar="SIZE", help="oldest use first, until it fits ('50GB')"
-    )
+    pruning.add_argument("--to-size", metavar="SIZE", help="oldest use first, to fit ('50GB')")
     pruning.add_argument("--unused", action="store_true", help="all that no live process holds")
-    pruning.add_argument(
-        "--damaged", action="store_true", help="those set aside, or known to be damaged"
-    )
+    pruning.add_argument("--damaged", action="store_true", help="set aside, or known as damaged")
     pruning.add_argument("--yes", action="store_true", help="remove them")
     packing = command("pack", pack, "write one generation to one file, for another machine")
     packing.add_argument("generation", metavar="GEN")
@@ -117,9 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     unpacking = command("unpack", unpack, "store a packed generation")
     unpacking.add_argument("file", metavar="FILE", help="'-' for standard input")
     unpacking.add_argument("--limit", metavar="SIZE", default="100GB", help="default 100GB")
-    unpacking.add_argument(
-        "--force-network", action="store_true", help="DIR may lie on a network filesystem"
-    )
+    unpacking.add_argument("--force-network", action="store_true", help="DIR may be on a network")
     return parser
 
 
@@ -264,9 +258,8 @@ def prune(options: argparse.Namespace, report: Report) -> Told:
         outcome = {one: "removed" if one in gone else "in use, or not ours: stays" for one in sizes}
     lines = [f"{name}  {size(sizes[name]):>9}  {text}" for name, text in outcome.items()]
     freed = sum(sizes[name] for name, text in outcome.items() if text.endswith("removed"))
-    lines.append(
-        f"{size(freed)} {'freed' if options.yes else 'would be freed; add --yes to do it'}"
-    )
+    how = "freed" if options.yes else "would be freed; add --yes to do it"
+    lines.append(f"{size(freed)} {how}")
     content = {name: {"outcome": text, "bytes": sizes[name]} for name, text in outcome.items()}
     return HEALTHY, content, lines
 

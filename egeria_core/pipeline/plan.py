@@ -68,9 +68,8 @@ class PipelinePlan:
         if min(ranks, microbatches) < 1 or any(cost < 0 for cost in costs):
             raise ValueError("ranks and microbatches must be positive")
         if schedule == "1F1B" and microbatches < ranks:
-            raise ValueError(
-                f"1F1B needs as many micro-batches as stages, got {microbatches} for {ranks}"
-            )
+            given = f"got {microbatches} for {ranks}"
+            raise ValueError(f"1F1B needs as many micro-batches as stages, {given}")
         stages = partition(costs, 0, ranks)
         return cls(schedule, microbatches, ranks, tuple(costs), 0, 0, stages, _homes(stages))
 

@@ -235,12 +235,10 @@ class LayerMap:
         # Inside compiled code nobody watches; what was seen around it would be a part at random.
         order = trace.order
         if all(layer.boundary not in order for layer in self.layers):
-            log.log(
-                logging.INFO if trace.is_compiled else logging.WARNING,
-                "egeria: the layers of %s were not seen in the first forward (is it compiled?), so "
-                "registration order is taken for forward order",
-                type(self._model).__name__,
-            )
+            text = "egeria: the layers of %s were not seen in the first forward (is it compiled?), "
+            text += "so registration order is taken for forward order"
+            level = logging.INFO if trace.is_compiled else logging.WARNING
+            log.log(level, text, type(self._model).__name__)
             return
         self.layers = self._parsed(order=order, costs=trace.costs if trace.total else None)
         names = parameter_names(self._model)
