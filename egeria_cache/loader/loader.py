@@ -312,19 +312,20 @@ class EgeriaLoader(DataLoader[T_co]):
         """Return the index batches of the pass that has begun, or those that are left of it, and a
         generator in the state from which DataLoader draws its base seed.
         """
-        base = (torch.default_generator if self.generator is None else self.generator).clone_state()
         progress, stateful = self._progress, self._stateful
         knows_place = goes_on and progress.sampler is not None and stateful is not None
         if knows_place:
             stateful.load_state_dict(progress.sampler)
         batches = iter(self._index_sampler)
+        base = (torch.default_generator if self.generator is None else self.generator).clone_state()
+        if progress.drew_base_seed:
+            # What DataLoader draws when it starts a pass; which it begins again behind workers.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            batches = iter(self._index_sampler) if self.num_workers and not stateful else batches
         if stateful is not None or goes_on:
             # Without a way back to the loader: see `Pass` about cycles.
             state = None if stateful is None else partial(state_of, stateful)
             batches = noting(self._index_sampler, batches, state, progress)
-        if progress.drew_base_seed:
-            # What DataLoader draws when it starts a pass.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if goes_on:
             if not knows_place:
                 # As many as had been: with the last one a sampler may draw random numbers again.

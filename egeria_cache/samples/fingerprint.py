@@ -39,6 +39,8 @@ _version = attrgetter("_version")
 
 FREE_S = 0.05
 """What looking may take besides: in short runs all is looked at, and with each batch."""
+FREE_SHARE = 0.0625
+"""Of what is left of it, for reading more samples than `NUM_AGAIN` at once: later looks need it."""
 
 
 class Look(NamedTuple):
@@ -145,10 +147,11 @@ class Fingerprint:
         self._seen: tuple[list[int], Look] | None = None
         """Samples that are asked again where something has moved that may decide them."""
         self._turn, self._sample_s = 0, 1.0
-        self._free_s = [FREE_S, FREE_S]
-        """What is left of it at the ends of passes, and in the middle of them."""
-        self._next_full = self._next_look = 0.0
-        """When all is to be read again, and when it is worth looking in the middle of a pass."""
+        self._free_s = [FREE_S] * 3
+        """What is left of it at ends of passes, in the middle of them, and for samples, of which
+        a few may cost a worker."""
+        self._next_full = self._next_samples = self._next_look = 0.0
+        """When all is to be read again, and samples, and when to look in the middle of a pass."""
         self._glance: Portrait
         """Of the data as they were when they were looked at last."""
         self._noted: Portrait | None = None
@@ -182,16 +185,18 @@ class Fingerprint:
         started = time.perf_counter()
         with without_modes():  # the loop's may be on in the middle of a pass
             what = self._changed(midway)
+            took = time.perf_counter() - started
+            what = self._other_samples() if what is None and not midway else what
         if self._noted is not self._glance:
             held = [o.where for o in self._glance.places if not is_below(o.path, self._shown.moved)]
-            tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
-            tensors.sort(key=attrgetter("requires_grad"), reverse=True)
-            self._tensors, self._noted = tensors[:_MAX_TENSORS], self._glance
-            self._in_memory = _shared(self._glance)
+            tensors = (one for one in held if isinstance(one, Tensor) and not one.is_inference())
+            trained_first = sorted(tensors, key=attrgetter("requires_grad"), reverse=True)
+            self._tensors = trained_first[:_MAX_TENSORS]
+            self._in_memory, self._noted = _shared(self._glance), self._glance
         self._versions = list(map(_version, self._tensors))
-        now = time.perf_counter()
-        self._free_s[midway] -= now - started
-        self._next_look = 0.0 if self._free_s[True] > 0 else now + (now - started) / MAX_SHARE
+        self._free_s[midway] -= took
+        is_free = self._free_s[True] > 0
+        self._next_look = 0.0 if is_free else time.perf_counter() + took / MAX_SHARE
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
@@ -226,11 +231,7 @@ class Fingerprint:
             return surely[0]
         moved = before.differences(full, self._shown.moved, self._grown) if is_due else []
         self._portraits = quick, full
-        what = None
-        if moved and self._gives_others():
-            what = moved[0]
-        elif not moved and not midway:
-            what = self._other_samples()
+        what = moved[0] if moved and self._gives_others() else None
         now = time.perf_counter()
         self._next_full = now + (now - started) / MAX_SHARE
         return what
@@ -246,29 +247,27 @@ class Fingerprint:
         if self._seen is None:
             return True
         indices, before = self._seen
-        with Attempt() as tried:
+        with Attempt():
             now = self._look_at(indices)
-        if tried.error is not None:
-            return True
-        return now.prints != before.prints or before.together not in (now.together, None)
+            return now.prints != before.prints or before.together not in (now.together, None)
+        return True
 
     def _other_samples(self) -> str | None:
         """Read a few of the samples again."""
-        known = list(self._prints)
-        free = int(max(self._free_s[False], 0) / self._sample_s)
-        number = min(max(NUM_AGAIN, free), len(known))
-        some = [known[(self._turn + i) % len(known)] for i in range(number)]
-        self._turn += number
-        if not some:
+        began, known, free_s = time.perf_counter(), list(self._prints), self._free_s[2]
+        if free_s <= 0 and began < self._next_samples:
             return None
+        num = min(max(NUM_AGAIN, int(FREE_SHARE * free_s / self._sample_s)), len(known))
+        some = [known[i % len(known)] for i in range(self._turn, self._turn + num)]
+        self._turn += num
         prints: Sequence[Any] = ()
         with Attempt():  # what cannot be read now is no other data
-            prints = self._look_at(some).prints
-        for index, now in zip(some, prints, strict=False):
-            # As at first, all together: a data set may give out memory of its own in turns.
-            if now != self._prints[index] and self._gives_others():
-                return f"sample {index!r}"
-        return None
+            prints = self._look_at(some).prints if some else ()
+        others = [i for i, now in zip(some, prints, strict=False) if now != self._prints[i]]
+        took = time.perf_counter() - began
+        self._free_s[2], self._next_samples = free_s - took, began + took / MAX_SHARE
+        # As at first, all together: a data set may give out memory of its own in turns.
+        return f"sample {others[0]!r}" if others and self._gives_others() else None
 
     def _look_at(self, indices: list[int], before: Portrait | None = None) -> Look:
         started = time.perf_counter()
@@ -331,8 +330,7 @@ def _shared(portrait: Portrait) -> dict[str, int]:
 
 def sample_print(sample: Any) -> int | None:
     """Return what tells a sample from others; None if it holds something without bytes."""
-    _, leaves = flatten(sample, -1)
     with suppress(TypeError):
-        prints = [(path, leaf_print(leaf)) for path, leaf in leaves.items()]
+        prints = [(path, leaf_print(leaf)) for path, leaf in flatten(sample, -1)[1].items()]
         return xxhash.xxh3_64_intdigest(repr(prints).encode("utf-8", "replace"))
     return None

@@ -124,8 +124,7 @@ class LoaderSource:
             return list(indices) if type(indices) is not list else indices
         named = indices if name_of is None else [name_of(i) for i in indices]
         if version_of is not None:
-            versions = [str(version_of(i)) for i in indices]
-            named = list(zip(named, versions, strict=True))
+            named = [(v, str(version_of(i))) for v, i in zip(named, indices, strict=True)]
         return [v if type(v) in (int, str) else self._named(v) for v in named]
 
     def _named(self, value: Any) -> SampleId:
@@ -215,10 +214,8 @@ class LoaderSource:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
         self.is_restless &= is_known or not self.is_idle
-        if is_known or not self.is_restless:
-            return None
-        why = f"{RESTLESS}, and what the frozen front reads of padded samples has no print"
-        return why if batch.lengths is not None else RESTLESS
+        why = f"{RESTLESS}, and the frozen front reads what is padded, or no rows"
+        return None if is_known or not self.is_restless else why
 
     def be_restless(self, *, is_idle: bool) -> None:
         """Load each sample in every epoch from now on, and compare what the front reads."""

@@ -18,16 +18,7 @@ from torch.utils.data import (
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import one_ahead, trained
-from tests.hostile.nets import (
-    NUM_SAMPLES,
-    Net,
-    inputs,
-    labels,
-    made,
-    net,
-    rows,
-    seeded,
-)
+from tests.hostile.nets import NUM_SAMPLES, Net, inputs, labels, made, net, rows, seeded
 
 
 def dropping():
@@ -111,7 +102,21 @@ def test_an_early_break_leaves_a_lazy_sampler_where_dataloader_does(run):
     run.fit(model, batches(run.loader(rows(), sampler=sampler)), 1)
 
 
+class AtOnce(Sampler):
+    """Draws all of its batches when it is asked for an iterator: each one is another epoch."""
+
+    def __init__(self):
+        pass
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter(torch.randperm(NUM_SAMPLES).view(3, 8).tolist())
+
+
 SAMPLERS = {
+    "batches drawn at once": lambda: {"batch_sampler": AtOnce(), "num_workers": 1},
     "weighted": lambda: {"sampler": WeightedRandomSampler(range(1, 25), 24, generator=seeded(1))},
     "subset": lambda: {"sampler": SubsetRandomSampler([*range(0, 24, 2)])},
     "replacement": lambda: {"sampler": RandomSampler(rows(), replacement=True, num_samples=32)},

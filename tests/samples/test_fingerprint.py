@@ -304,7 +304,7 @@ def test_what_has_moved_to_no_effect_is_asked_about_again_as_time_allows(midway)
     source = source_of([1, 2], lambda x: default_collate(x) * (sum(vars(settings).values()) > 5))
     fingerprint = source.fingerprint
     assert str(fingerprint)
-    fingerprint._free_s = [1e9, 1e9]
+    fingerprint._free_s = [1e9] * 3
     for settings.calls in range(1, 6):
         assert fingerprint.changed(midway=midway) is None
     settings.calls = 6
@@ -357,7 +357,7 @@ def test_an_equal_list_in_another_place_is_no_change():
     assert str(source.fingerprint) == before
 
 
-def test_what_a_file_of_a_few_holds_is_seen_when_they_are_looked_at_next(tmp_path):
+def test_what_a_file_of_a_few_holds_is_seen_when_they_are_looked_at_next(monkeypatch, tmp_path):
     class Files(Dataset):
         def __len__(self):
             return 24
@@ -367,6 +367,7 @@ def test_what_a_file_of_a_few_holds_is_seen_when_they_are_looked_at_next(tmp_pat
 
     for i in range(24):
         (tmp_path / str(i)).write_text(str(i))
+    monkeypatch.setattr("egeria_cache.samples.fingerprint.FREE_S", 60.0)
     source = source_of(Files())
     assert str(source.fingerprint)
     (tmp_path / "13").write_text("another")
