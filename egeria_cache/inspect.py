@@ -87,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         # SUPPRESS: without it the subcommand's default would overwrite a --json given before it.
-        sub.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
-        )
+        sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON")
         sub.set_defaults(run=run)
         return sub
 
@@ -237,9 +235,7 @@ def prune(options: argparse.Namespace, report: Report) -> Told:
     days = math.inf if options.older_than is None else options.older_than
     is_chosen = options.unused or options.damaged or options.to_size or days < math.inf
     if not (is_chosen and days >= 0):
-        raise ValueError(
-            "prune needs --older-than DAYS (0 or more), --to-size, --unused or --damaged"
-        )
+        raise ValueError("prune needs --older-than DAYS (>= 0), --to-size, --unused or --damaged")
     before = time.time() - 86_400 * days
     most = parse_size(options.to_size) if options.to_size else math.inf
 

@@ -133,9 +133,7 @@ def _copied(scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
 
     real = _first_of(scheduler, "optimizer").param_groups
     groups = [{k: value(v) for k, v in group.items() if k != "params"} for group in real]
-    stand = SimpleNamespace(
-        param_groups=groups, defaults={}, _opt_called=True, step=lambda *_: None
-    )
+    stand = SimpleNamespace(param_groups=groups, defaults={}, _opt_called=True, step=lambda *_: 0)
     memo: dict[int, Any] = {}
     for part in _family(scheduler):
         if hasattr(part, "optimizer"):

@@ -118,8 +118,5 @@ def suggest_boundary(
         log.setLevel(level)
         generators.restore()
     allowed = [trial.boundary for trial in trials if trial.harm <= harm_budget]
-    return Suggestion(
-        trials=tuple(trials),
-        boundary=allowed[-1] if allowed else None,
-        harm_budget=harm_budget,
-    )
+    boundary = allowed[-1] if allowed else None
+    return Suggestion(trials=tuple(trials), boundary=boundary, harm_budget=harm_budget)

@@ -27,6 +27,7 @@ _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "
     "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
 )
+_OF_ANOTHER = "it is a loader of another cache; make one over its data set with this model's, too"
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
 MAX_VALUES = 3
@@ -52,6 +53,8 @@ class EngineCallbacks(Status):
         self._counts, self.called = self.counters.counts, self.counters.model_called
         self._audits = AuditPlan(audit_rate)
         self.audited = self._audits.choose
+        self.loaders = set[str]()
+        """Keys of those that have begun a pass."""
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +124,9 @@ class EngineCallbacks(Status):
     def _open(self, batch: Batch, cut: Cut) -> Generation | str:
         """Return the generation of this cut and loader, or why there is none."""
         source = batch.context.source
-        reason: str | None = self._restless(batch, cut) or source.why_not_cacheable(batch)
+        is_own = batch.loader_name in self.loaders
+        reason = self._restless(batch, cut) if is_own else _OF_ANOTHER
+        reason = reason or source.why_not_cacheable(batch)
         # Do random draws change what the front reads?
         if reason is None and source.look_at_draws(batch, cut.read):
             self.void(source.key, unlink=False)

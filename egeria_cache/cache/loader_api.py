@@ -114,6 +114,7 @@ class LoaderApi(EngineCallbacks):
         """Let a new loader read from its first batch on what others of its name have stored, if the
         data are the same: an evaluation that makes its loader anew, say.
         """
+        self.loaders.add(source.key)
         if self.boundary is None or self.is_forked or self.views.of(source.key):
             return
         name = shown_name(source.key)

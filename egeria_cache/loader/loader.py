@@ -422,7 +422,7 @@ class EgeriaLoader(DataLoader[T_co]):
         self._changed.add(self._progress.epoch)
         is_often = len(self._changed) > MAX_CHANGES
         is_idle = not is_often and self.source.fingerprint.is_idle_number(what)
-        if give_up or not (is_often or is_idle):
+        if not is_idle and (give_up or not is_often):
             self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
             return
         self.source.be_restless(is_idle=is_idle)

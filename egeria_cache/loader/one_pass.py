@@ -196,6 +196,8 @@ class Pass:
             [plan] = planner.plans(batches, *planner.outlook(), number)
             samples = source.samples.load(plan.task)
         batch = source.collate(samples)
+        if self._cache is not None and self._cache.boundary is not None:
+            self._cache.counters.batch(len(batches[0]), None)
         progress.sampler, progress.yielded = state, progress.yielded + 1
         return batch
 

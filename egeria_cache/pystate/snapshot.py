@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from threading import local
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -345,7 +345,7 @@ def ahead(once: Any, twice: Any, by: int, *, wholly: bool = False) -> Any:
 def _row_ahead(once: Any, twice: Any, by: int, *, wholly: bool) -> Any:
     """Return one that grows with more of its last item, or what has moved in it further on."""
     if len(once) < len(twice):
-        return twice + twice[-1:] * by
+        return twice + ([_another(twice[-1], by)] if type(twice) is list else twice[-1:]) * by
     if len(once) > len(twice) or isinstance(twice, str):
         return None
     parts = [ahead(a, b, by, wholly=wholly) for a, b in zip(once, twice, strict=True)]
@@ -359,18 +359,44 @@ def _row_ahead(once: Any, twice: Any, by: int, *, wholly: bool) -> Any:
     return tuple(parts) if isinstance(twice, tuple) else parts
 
 
+class _Word(str):
+    """What another call might have added to a log: who asks which word it is, reads that."""
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise LookupError("it is read")
+
+    __hash__ = __eq__  # type: ignore[assignment]
+
+
+def _another(one: Any, by: int) -> Any:
+    """Return what a log might get from another call."""
+    if type(one) is dict:
+        return {key: _another(part, by) for key, part in one.items()}
+    if type(one) in (list, tuple):
+        return type(one)(_another(part, by) for part in one)
+    is_number = type(one) in (int, float) or (isinstance(one, Tensor) and one.is_floating_point())
+    return _Word(one) if type(one) is str else one + (by if by & 1 else -by) if is_number else one
+
+
 def _counts(once: Any, twice: Any) -> bool:
     """Whether it is numbers, or tensors of them, and all of these are others; or more of them."""
     if isinstance(twice, list | tuple):
         once = twice[:0] if once is None else once
         more = twice[len(once) :]
         if more:
-            return _is_alike(once, twice[: len(once)]) and all(_counts(None, one) for one in more)
+            return _is_alike(once, twice[: len(once)]) and all(map(_is_record, more))
         return len(once) == len(twice) and all(map(_counts, once, twice))
     if isinstance(twice, Tensor | np.ndarray):
         is_number = twice.dtype not in (torch.bool, np.bool_, np.object_)
         return is_number and not _is_alike(once, twice)
     return type(twice) in (int, float) and once != twice
+
+
+def _is_record(one: Any) -> bool:
+    """Whether it is what a log gets: numbers, tensors, the names of layers."""
+    if isinstance(one, dict | list | tuple):
+        return all(map(_is_record, one.values() if isinstance(one, dict) else one))
+    return type(one) is str or _counts(None, one)
 
 
 def _is_alike(a: Any, b: Any) -> bool:

@@ -205,10 +205,11 @@ class Fingerprint:
         """Whether what has changed is a number that changes no sample of those that are known: that
         of an epoch, as like as not, and another one in the next.
         """
+        root, _, name = path.partition(".")
         value: Any = None
         with Attempt():
-            value = attrgetter(path.removeprefix("data set."))(self._roots["data set"])
-        return isinstance(value, int | float) and not self._gives_others()
+            value = attrgetter(name)(self._roots[root])
+        return isinstance(value, int | float | np.generic) and not self._gives_others()
 
     def is_due(self, now: float) -> bool:
         """Whether it is worth looking in the middle of a pass."""

@@ -130,13 +130,9 @@ class Writer:
     @property
     def _is_ripe(self) -> bool:
         """Whether what waits is to be committed."""
-        return (
-            not self.gathers
-            or self._hurries
-            or self._stopping
-            or len(self._jobs) >= min(GROUP_BATCHES, QUEUE_BATCHES // 2)
-            or self._waiting_bytes >= GROUP_BYTES
-        )
+        is_many = len(self._jobs) >= min(GROUP_BATCHES, QUEUE_BATCHES // 2)
+        is_much = is_many or self._waiting_bytes >= GROUP_BYTES
+        return not self.gathers or self._hurries or self._stopping or is_much
 
     def gather(self, gathers: bool) -> None:
         """Wait for groups, or no more: what is queued is committed now, in its turn."""

@@ -229,12 +229,9 @@ class BudgetPolicy(Remembered):
             self._note(rises if prospect.rises else "nothing can be predicted")
             return self.frozen
         candidates = self._candidates(harms, prospect, reading.num_layers)
-        chosen = max(
-            (c for c in candidates if c["verdict"] == "freeze"),
-            # What can be had now is better than the same later.
-            key=lambda c: (round(c["total"], 6), c["frozen"]),
-            default=None,
-        )
+        may_freeze = (c for c in candidates if c["verdict"] == "freeze")
+        # What can be had now is better than the same later.
+        chosen = max(may_freeze, key=lambda c: (round(c["total"], 6), c["frozen"]), default=None)
         if chosen is None:
             self._note("wait", candidates)
         else:
@@ -268,11 +265,8 @@ class BudgetPolicy(Remembered):
 
         def beyond(k: int) -> float:
             """What a later, deeper move saves of which k is done already, and leaves less for."""
-            ways = (
-                (saved[j] - saved[k]) * _later(harms[j] - harms[k], left - harms[k])
-                for j in depths
-                if j > k
-            )
+            deeper, room = (j for j in depths if j > k), left - harms[k]
+            ways = ((saved[j] - saved[k]) * _later(harms[j] - harms[k], room) for j in deeper)
             return max(ways, default=0.0) * prospect.steps
 
         found, resting, waiting = [], True, beyond(self.frozen)

@@ -118,11 +118,8 @@ def run(rank: int, directory: Path, num_ranks: int, sharded: bool, boundary: str
     path = directory / f"{boundary}-{rank}"
     with ActivationCache(model, path, boundary, gate="always") as cache:
         loader = EgeriaLoader(data, 4, cache=cache, seed=3)
-        losses = [
-            take_step(F.cross_entropy(model(x), y), optimizer).item()
-            for _ in range(2)
-            for x, y in loader
-        ]
+        batches = (batch for _ in range(2) for batch in loader)
+        losses = [take_step(F.cross_entropy(model(x), y), optimizer).item() for x, y in batches]
         return losses, cache.stats().hits, cache.stats().why_not
 
 

@@ -45,16 +45,11 @@ def test_recurrent_layers_are_counted(kind: Any) -> None:
 
 def falling(count: int, *, lr: float = 0.1, noise: float = 0.01) -> list[Movement]:
     """A loss that falls by 2 per unit of learning rate; three layers bring 1/2, 1/3 and 1/6."""
-    draw = random.Random(0)
-    return [
-        Movement(
-            5 - 2 * lr * (n + 0.5) + noise * draw.gauss(0, 1),
-            lr * (n + 0.5),
-            (0.03, 0.02, 0.01),
-            (1 / (1 + n), 1 / (1 + n), 1.0),
-        )
-        for n in range(count)
-    ]
+    draw, speeds = random.Random(0), (0.03, 0.02, 0.01)
+    sums = [lr * (n + 0.5) for n in range(count)]
+    losses = [5 - 2 * at + noise * draw.gauss(0, 1) for at in sums]
+    rests = ((1 / (1 + n), 1 / (1 + n), 1.0) for n in range(count))
+    return [Movement(*one) for one in zip(losses, sums, [speeds] * count, rests, strict=True)]
 
 
 def test_harm_is_the_share_times_what_is_left_to_gain() -> None:

@@ -126,14 +126,9 @@ class Late(TorchDispatchMode):
 
     def _ready(self, order: str | int | None) -> list[deque[Any]]:
         """Return the queues whose heads may run now."""
-        return [
-            queue
-            for key, queue in self._queues.items()
-            if queue
-            and _may_run(queue[0])
-            and not (order == "main" and key[1] != 0)
-            and not (order == "lanes" and key[1] == 0)
-        ]
+        out = {"main": lambda lane: lane != 0, "lanes": lambda lane: lane == 0}.get(str(order))
+        own = (queue for key, queue in self._queues.items() if out is None or not out(key[1]))
+        return [queue for queue in own if queue and _may_run(queue[0])]
 
     def _run_head(self, queue: deque[Any]) -> None:
         kind, what = queue.popleft()

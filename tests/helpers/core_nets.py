@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -123,12 +124,8 @@ class Vit(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(width, 2, 4 * width, 0.1, batch_first=True)
-                for _ in range(layers)
-            )
-        )
+        block = partial(nn.TransformerEncoderLayer, width, 2, 4 * width, 0.1, batch_first=True)
+        self.blocks = nn.Sequential(*(block() for _ in range(layers)))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,11 +8,9 @@ from torch.utils.data import Dataset
 from tests.helpers.steps import take_step
 
 PREFIXES = {
-    None: [],
-    "stem": ["stem"],
-    "layer1": ["stem", "layer1"],
-    "layer2": ["stem", "layer1", "layer2"],
-}
+    None: [], "stem": ["stem"],
+    "layer1": ["stem", "layer1"], "layer2": ["stem", "layer1", "layer2"],
+}  # fmt: skip
 
 
 class Net(nn.Module):

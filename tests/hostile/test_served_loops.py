@@ -5,6 +5,7 @@ import copy
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -389,6 +390,21 @@ def given(run, numbers):
     trained(run, loss, model=model, epochs=8)
 
 
+def a_log_of_layers(run):
+    log, model = [], Net()
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda m, x, y, name=name: log.append((name, y.detach().mean().item()))
+        )
+    trained(run, model=model)
+    run.see(len(log))
+
+
+def a_rate_of_numpys(run):
+    model = net(forward=lambda m, x, rate: m.back(m.front(x)) * rate)
+    trained(run, numbered(lambda m, x, y, n: ce(lambda x: m(x, np.exp(-n / 9)), x, y)), model=model)
+
+
 def negated(run):
     weight = nn.Parameter(torch.full((2,), 1 + 1j).conj().imag, requires_grad=False)
     trained(run, model=net(front=lambda m, x: Net.front(m, x) * m.w.sum(), w=weight))
@@ -410,8 +426,31 @@ AGAIN = {
     "four for each batch": lambda run: given(run, lambda n: range(4)),
     "an epoch that decides nothing": an_epoch_that_decides_nothing,
     "a negated weight": negated,
+    "a log of all layers": a_log_of_layers,
+    "a rate of NumPy's for the head": a_rate_of_numpys,
     "many shapes": many_shapes,
 }
+
+
+LOG = []
+
+
+@hostile(over={"words": ["good", "bad"], "numbers": [0.0, 1.0]})
+def test_a_log_that_the_front_reads_is_no_count(run, entries):
+    LOG[:] = entries[:1]
+    model = net(front=lambda m, x: Net.front(m, x * (1 + (LOG[-1] == entries[1]))))
+    model.late.register_forward_hook(
+        lambda m, x, y: LOG.append(entries[int(y.detach().mean() > 0)])
+    )
+    trained(run, model=model, epochs=8)
+
+
+@hostile(told="of another cache")
+def test_a_loader_of_another_cache_is_told(run):
+    run.freeze(Net())
+    loader, run.cache, other = run.loader(rows()), None, run.cache
+    run.fit(run.freeze(Net()), loader)
+    None if other is None else other.close()
 
 
 @hostile(over=AGAIN, silent=True)

@@ -1,5 +1,6 @@
 """EgeriaLoader without a boundary: DataLoader's batches, with stateless sample randomness."""
 
+import itertools
 import random
 import tracemalloc
 from contextlib import nullcontext
@@ -89,12 +90,8 @@ def test_augmentation_depends_on_sample_and_epoch_alone():
 
 
 def test_sample_seeds_differ_by_seed_id_kind_and_draw():
-    seeds = {
-        sample_seed(seed, sample, draw)
-        for seed in (0, 1)
-        for sample in (0, 1, "1", (1,), ("a", 1))
-        for draw in (0, 1)
-    }
+    kinds = itertools.product((0, 1), (0, 1, "1", (1,), ("a", 1)), (0, 1))
+    seeds = {sample_seed(seed, sample, draw) for seed, sample, draw in kinds}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert sample_seed(0, 7, 3) == 7737423588448388413

@@ -49,12 +49,8 @@ def found() -> dict[str, Any]:
     why = next((s.why_not for s in all_stats if s.why_not), None)
     audits = sum(s.audit_failures for s in all_stats)
     _CACHES.clear()
-    return {
-        "hits": sum(s.hits for s in all_stats),
-        "misses": sum(s.misses for s in all_stats),
-        "why_not": why,
-        "audit_failures": audits,
-    }
+    hits, misses = (sum(getattr(s, name) for s in all_stats) for name in ("hits", "misses"))
+    return {"hits": hits, "misses": misses, "why_not": why, "audit_failures": audits}
 
 
 def hold(model: nn.Module, *names: str) -> None:

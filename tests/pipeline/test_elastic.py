@@ -106,12 +106,8 @@ def check_bytes(case: Case, world: int, ranks: list[dict[str, Any]]) -> None:
     for parameter in block.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = sum(
-        value.nbytes
-        for own in optimizer.state.values()
-        for value in own.values()
-        if isinstance(value, torch.Tensor)
-    )
+    values = [value for own in optimizer.state.values() for value in own.values()]
+    state = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
     plan = PipelinePlan.start(
         [1.0] * NUM_BLOCKS, world, schedule=case.schedule, microbatches=MICROBATCHES
     )

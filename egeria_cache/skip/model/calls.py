@@ -213,11 +213,8 @@ class Recorder:
         """
         around = set(self.calls[last].stack)
         end = self.calls[last].end
-        steps = [
-            call
-            for call in self.calls
-            if 0 <= call.end <= end and around.issuperset(call.stack[-1:])
-        ]
+        returned = (call for call in self.calls if 0 <= call.end <= end)
+        steps = [call for call in returned if around.issuperset(call.stack[-1:])]
         return steps, [self.calls[i] for i in sorted(around)]
 
     def drawing_around(self, last: int, model: nn.Module) -> list[nn.Module]:

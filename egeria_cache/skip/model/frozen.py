@@ -115,12 +115,9 @@ class FrozenPrefix:
                 held = _held(module) or _HeldTrain(module)
                 held.num_holders += 1
                 if self._model is not None and isinstance(module, nn.TransformerEncoderLayer):
-                    held.keeps_flag = any(
-                        isinstance(one, nn.TransformerEncoder)
-                        and one.layers[0] is module
-                        and any(parameter.requires_grad for parameter in one.parameters())
-                        for one in self._model.modules()
-                    )
+                    kind, every = nn.TransformerEncoder, self._model.modules()
+                    around = [m for m in every if isinstance(m, kind) and m.layers[0] is module]
+                    held.keeps_flag = any(p.requires_grad for m in around for p in m.parameters())
                 module.__dict__["train"] = held
                 self.modules[id(module)] = module
         self.put_back()

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -292,11 +293,8 @@ def note_reads(
     names = {pair for pair in trace.noted if pair[0] in own}
     names |= {(owner, key) for owner, name in names if name == "__dict__" for key in own[owner]}
     names -= {(id(module), key) for module, key in plan.moving}
-    plan.attributes = frozenset(
-        (owner, key)
-        for owner, key in names
-        if _may_count(key) and not isinstance(own[owner].get(key), ForwardSlot)
-    )
+    slots = {(i, key) for i, key in names if isinstance(own[i].get(key), ForwardSlot)}
+    plan.attributes = frozenset(pair for pair in names - slots if _may_count(pair[1]))
 
 
 def _may_count(key: str) -> bool:
@@ -350,7 +348,7 @@ def note_unused(traced: TracedBatch, plan: ReplayPlan) -> None:
         i
         for i, leaf in enumerate(leaves)
         if i in code or type(leaf) in (int, float, str)
-        or (isinstance(leaf, Tensor) and i not in tagged)
+        or (isinstance(leaf, Tensor | np.generic) and i not in tagged)
     ]  # fmt: skip
     trace = traced.trace
     if not (trace.is_blind or trace.branches):  # else a value may decide it

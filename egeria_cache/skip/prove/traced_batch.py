@@ -227,10 +227,9 @@ class TracedBatch:
 
     def held_by(self, copied: ModelCopy) -> Held:
         """Return what a copy of the model holds now, and what words it has left outside."""
+        states = ((m, _state(copied.of(m))) for m in self.model.modules())
         own = {
-            (module, key): Content(part, into_foreign=False)
-            for module in self.model.modules()
-            for key, part in _state(copied.of(module))
+            (m, key): Content(one, into_foreign=False) for m, held in states for key, one in held
         }
         world = self.before.outside
         words = {

@@ -15,13 +15,9 @@ from egeria_cache.pystate import own_dict, own_slots
 # Relative to the largest value. Kernels choose their blocking by the batch size, so the same sample
 # in another batch differs in its last bits; what really depends on its neighbours differs by more.
 _TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.float32: 1e-4,
-    torch.complex64: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4,
+    torch.float16: 1e-2, torch.bfloat16: 5e-2,
+}  # fmt: skip
 _COARSE = 1e-3
 """Of float32 on an accelerator, whose kernels may round what they multiply to ten bits."""
 

@@ -302,11 +302,8 @@ class TensorSpec:
 
     def matches(self, tensor: Any, batch_size: int) -> bool:
         """Whether `tensor` is what this describes, for a batch of this size."""
-        return (
-            isinstance(tensor, Tensor)
-            and tensor.dtype == self.dtype
-            and tuple(tensor.shape) == self.shape_at(batch_size)
-        )
+        is_alike = isinstance(tensor, Tensor) and tensor.dtype == self.dtype
+        return is_alike and tuple(tensor.shape) == self.shape_at(batch_size)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """Return a view, shape (B, ...), whose rows are the samples, in memory order."""

@@ -185,12 +185,8 @@ class ReplayPlan:
 
     def skipped_modules(self) -> list[tuple[str, nn.Module]]:
         """Return every module that does not run on a hit, at any depth, with its name."""
-        modules = {
-            id(module): module
-            for step in self.steps
-            if not step.run
-            for module in step.module.modules()
-        }
+        skipped = (step.module.modules() for step in self.steps if not step.run)
+        modules = {id(module): module for own in skipped for module in own}
         return [(self.names.get(i, ""), module) for i, module in (modules | self.beside).items()]
 
     def around(self) -> list[tuple[str, nn.Module, list[str]]]:
