@@ -214,12 +214,12 @@ class EngineCallbacks(Status):
         whether they are stored.
         """
         source = batch.context.source
-        if source.study.made and self.is_news("made", batch.loader_name):
+        made = ", ".join(map(repr, sorted(source.study.made)))
+        if made and self.is_news(source.name, made):
             log.warning(
                 "loader %r: the collate_fn makes leaf %s of a sample from its company, or draws "
                 "random numbers: batches are loaded whole in every epoch, and only the front's work"
-                " is spared. Make it in the data set or behind the loader", source.name,
-                ", ".join(map(repr, sorted(source.study.made))),
+                " is spared. Make it in the data set or behind the loader", source.name, made,
             )  # fmt: skip
         if not source.is_random or not self.is_news("random", batch.loader_name):
             return True
@@ -228,10 +228,10 @@ class EngineCallbacks(Status):
             return False
         self._counts.reuse[source.name] = source.draws.reuse
         num_bytes = cut.row_bytes * len(source.dataset) * source.draws.kept
-        # Who has chosen need not be told in every run.
-        level = logging.WARNING if source.draws.reuse == samples.DEFAULT_REUSE else logging.INFO
+        # Who has chosen need not be told in every run, nor who makes a loader for each epoch.
         told = source.draws.told(source.drawn_from, num_bytes)
-        log.log(level, "loader %r: %s", source.name, told)
+        is_news = source.draws.reuse == samples.DEFAULT_REUSE and self.is_news(source.name, told)
+        log.log(logging.WARNING if is_news else logging.INFO, "loader %r: %s", source.name, told)
         return True
 
     def _fits(self, view: View, batch: Batch) -> bool:
@@ -328,7 +328,8 @@ class EngineCallbacks(Status):
         if loader_name in self.left_out and not unlink:
             return
         self.left_out[loader_name] = self._counts.why_not = reason
-        log.warning("loader %r is not cached: %s", shown_name(loader_name), reason)
+        level = logging.WARNING if self.is_news(shown_name(loader_name), reason) else logging.INFO
+        log.log(level, "loader %r is not cached: %s", shown_name(loader_name), reason)
         self.void(loader_name, unlink=unlink)
 
     def prefix_changed(self, reason: str, *, unlink: bool = False) -> None:

@@ -105,9 +105,6 @@ def test_an_early_break_leaves_a_lazy_sampler_where_dataloader_does(run):
 class AtOnce(Sampler):
     """Draws all of its batches when it is asked for an iterator: each one is another epoch."""
 
-    def __init__(self):
-        pass
-
     def __len__(self):
         return 3
 
