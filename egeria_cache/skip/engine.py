@@ -256,9 +256,9 @@ class SkipEngine:
         self._is_told = False
         """Whether it was said what that changes."""
         self._audits = Answers()
-        self._voided = list[Mapping[str, Any]]()
-        """Addresses of what the prefix was before it changed: nothing of that is served under one
-        of them again, where the change is not in it (a function in a table has a name alone)."""
+        self._voided = set[Cut]()
+        """Of what the prefix was before it changed: nothing of that is served under one of their
+        addresses again, where the change is not in it (a function in a table has a name alone)."""
         self._free: dict[Any, frozenset[int]] = {}
         self._announced: set[tuple[int, str]] = set()
         """(id of a cut, loader) that the host was told of."""
@@ -411,6 +411,8 @@ class SkipEngine:
             free = self._free.get(call.kinds(), frozenset()) if self._free else frozenset()
             key = () if call.why_not else call.key(free)
         is_plain = self.boundary is None or call.why_not is not None
+        if not is_plain:
+            self._compare()
         result = self._uncached(call) if is_plain else self._cached(call, key)
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
@@ -567,8 +569,7 @@ class SkipEngine:
         return self._auto.refuse(held=held)
 
     def _is_evaluation(self) -> bool:
-        trains = self.model.training and torch.is_grad_enabled()
-        return not trains and self._plans.has_proved()
+        return not (self.model.training and torch.is_grad_enabled()) and self._plans.has_proved()
 
     def _share_padding(self, plan: ReplayPlan) -> None:
         """What training has shown of how the loop reads padding holds in its evaluations as well,
@@ -697,7 +698,7 @@ class SkipEngine:
     def _hold(self, call: Invocation) -> None:
         """Take all that runs before the boundary into inference mode, once."""
         if not self._is_held and self.boundary is not None:
-            started = time.perf_counter()
+            started, known = time.perf_counter(), {*self._held}
             own = getattr(self._attached, "__wrapped__", None)
             if (before := before_in_sequence(self.model, self.boundary, own)) is not None:
                 self._held.extend(before)
@@ -706,6 +707,7 @@ class SkipEngine:
                     self._dry_run(self.boundary, call).discover()
             self.host.note("proof", time.perf_counter() - started)
             self._is_held = True
+            self._is_told &= are_alike({*self._held} - known)
             self._thaw.watch(self._held)
 
     def is_beside(self) -> bool:
@@ -739,7 +741,7 @@ class SkipEngine:
     # ---- is the prefix what it was? -----------------------------------------------------------
 
     def _look(self) -> None:
-        """Compare the prefix with what was proved, before anything of it is served."""
+        """See to the modes of what is held, and to what is trained of it."""
         # What is asked on each call is asked here, without a call of ours.
         if any(map(_is_training, self._held.modules.values())):
             self._held.put_back()  # trainers restore modes after a validation
@@ -748,6 +750,9 @@ class SkipEngine:
         elif self._declared != (self.boundary, self.frozen) and self._thaw.is_frozen_again():
             self._thaw.forget()
             self._place(*self._declared)
+
+    def _compare(self) -> None:
+        """Compare the prefix with what was proved, before anything of it is served."""
         for guard in self._plans.guards:
             if (reason := guard.changed()) is not None:
                 self._void(reason, guard)
@@ -771,13 +776,13 @@ class SkipEngine:
 
     def _void(self, reason: str, guard: PrefixGuard) -> None:
         """What is stored is of another prefix; it may return, or another one be known."""
-        gone = [r.cut.fields for r in self._plans.all() if r.cut is not None]
-        self._voided += [fields for fields in gone if fields not in self._voided]
+        self._voided |= {plan.cut for plan in self._plans.all() if plan.cut is not None}
         if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
             self._held.release()
             self._is_held = False
         if self._plans.park(guard) and reason != SEEN_LATE:
             return
+        self._is_held = False  # other modules may run before the boundary now
         self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)
         self._announced.clear()
         self._audits = Answers()
@@ -929,7 +934,7 @@ class SkipEngine:
         kept = {leaf for i in plan.kept for leaf in leaves[i]}
         dropped = {leaf for i in leaves.keys() - plan.kept for leaf in leaves[i]}
         fields = address(plan, call, plan.guard, code)
-        if fields in self._voided:
+        if any(fields == cut.fields for cut in self._voided):
             fields["apart"] = os.urandom(8).hex()
         plan.cut = self.cut = Cut(
             boundary=plan.boundary,

@@ -113,12 +113,10 @@ def test_auto_when_the_model_becomes_another(run, at, change):
 def test_auto_with_other_calls_first(run, first):
     model = frozen(run, start=1)
     loader = run.loader(rows())
-    if first == "an evaluation":
-        with torch.no_grad():
-            for x, _ in loader:
-                run.record(model(x).sum())
-    else:
-        run.see(model(inputs()[:4]))
+    calls = loader if first == "an evaluation" else [(inputs()[:4], 0)]
+    with torch.set_grad_enabled(calls is not loader):
+        for x, _ in calls:
+            run.record(model(x).sum())
     run.fit(model, loader, 4, optimizer=sgd(model, 0.05))
 
 
@@ -130,16 +128,17 @@ def under_auto(model, run, boundary="auto"):
 @hostile(served=True)
 @pytest.mark.parametrize("boundary", ["auto", "middle"])
 def test_a_reference_with_parts_switched_off_in_each_step(run, boundary):
-    """As adapters are: two states of the front that take turns are both known."""
+    """As adapters are: states of the front that take turns are both known, and both are held."""
 
     def loss(model, batch):
-        model.gain, _ = 0.5, model.late.requires_grad_(False)
+        model.domain, _ = 1, model.late.requires_grad_(False)
         with torch.no_grad():
             reference = model(batch[0])
-        model.gain, _ = 1.0, model.late.requires_grad_(True)
+        model.domain, _ = 0, model.late.requires_grad_(True)
         return cross_entropy(model, batch) + F.mse_loss(model(batch[0]), reference)
 
-    model = net(forward=lambda m, x: m.back(m.front(x * m.gain)), gain=1.0)
+    early = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)) for _ in range(2))
+    model = net(front=lambda m, x: m.middle(m.early[m.domain](x)), early=early, domain=0)
     run.fit(under_auto(model, run, boundary), run.loader(rows()), 5, loss=loss)
 
 

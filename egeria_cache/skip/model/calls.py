@@ -68,10 +68,17 @@ def intercept(
             before = own.get(key, _MISSING)
             original = module.forward if before is _MISSING else before
             replaced.append((own, key, before))
-            own[key] = functools.partial(handler if knows_thread else route, module, original)
+            own[key] = _Taken(handler if knows_thread else route, module, original)
         yield
     finally:
         put_back(replaced)
+
+
+class _Taken(functools.partial[Any]):
+    """Stands there meanwhile; copies that are made then, by another thread say, have what did."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return same, self.args[1:]
 
 
 def when_returned(module: nn.Module, then: Callable[[], None]) -> None:

@@ -124,16 +124,17 @@ class PrefixGuard:
         moved |= {id(tensor) for tensor, before in pointers if tensor.data_ptr() != before}
         both = zip(self._tensors, now, self._contents, strict=True)
         for (name, _, old), (_, _, new), content in both:
-            if new is old and id(old) not in moved:
+            is_moved = new is not old or id(old) in moved
+            if not is_moved and runs_late(old.device):
                 continue
-            if content:
+            if content:  # the probe looks at memory that may be gone: shared with a process since
                 is_same = tensor_digest(new) == content
             else:
                 is_same = id(old) not in moved and is_alike(new, old)
             if not is_same:
                 how = "was changed" if new is old else "was replaced by another tensor"
-                return f"{name!r} {how}"
-        if self._probe.changed(wait=True) or self._probe.whole_changed():  # before it is renewed
+                return f"{name!r} {how}" if is_moved else SEEN_LATE
+        if self._probe.device_changed(wait=True):  # before it is renewed
             return SEEN_LATE
         self._tensors = now
         self._renew_tensors()
@@ -325,13 +326,14 @@ class ContentProbe:
             turn = self._turn = (self._turn + 1) % len(pieces)
             if xxhash.xxh3_64_intdigest(pieces[turn]) != self._hashes[turn]:
                 return True
-        return bool(self._device) and self._device_changed(wait)
+        return bool(self._device) and self.device_changed(wait)
 
     def whole_changed(self) -> bool:
         """Whether any element on the host looks different."""
         return list(map(xxhash.xxh3_64_intdigest, self._pieces)) != self._hashes
 
-    def _device_changed(self, wait: bool) -> bool:
+    def device_changed(self, wait: bool) -> bool:
+        """The same of what lies on devices that run behind."""
         if wait:
             self._ask()
         if any(bool(verdict) for verdict, _ in self._verdicts.come(wait=wait)):
