@@ -203,13 +203,16 @@ class Fingerprint:
 
     def is_idle_number(self, path: str) -> bool:
         """Whether what has changed is a number that changes no sample of those that are known: that
-        of an epoch, as like as not, and another one in the next.
+        of an epoch, as like as not, and another one in the next; or a script's table of settings.
         """
         root, _, name = path.partition(".")
-        value: Any = None
+        held = [one.where for one in self._glance.places if one.path == path]
+        tables = (one for one in held if type(one) is dict and len(one) <= NUM_SAMPLES)
+        is_number = any({*map(type, one)} == {str} for one in tables)
         with Attempt():
-            value = attrgetter(name)(self._roots[root])
-        return isinstance(value, int | float | np.generic) and not self._gives_others()
+            value = attrgetter(name)(self._roots[root]) if root in self._roots else None
+            is_number |= isinstance(value, int | float | np.generic)
+        return is_number and not self._gives_others()
 
     def is_due(self, now: float) -> bool:
         """Whether it is worth looking in the middle of a pass."""

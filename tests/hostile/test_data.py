@@ -483,10 +483,16 @@ def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make):
     trained(run, data=make(), epochs=4, shuffle=True)
 
 
-@hostile(silent=True)
-def test_an_epoch_that_a_data_set_is_told_and_does_not_read_changes_nothing(run):
-    data = Pairs()
-    trained(run, data=data, epochs=4, each_epoch=lambda model, epoch: data.set_epoch(epoch))
+TELLING = {
+    "a table": lambda data, epoch: TABLE.update(factor=1.0, epoch=epoch),
+    "the data set": lambda data, epoch: data.set_epoch(epoch),
+}
+
+
+@hostile(over=TELLING, silent=True)
+def test_an_epoch_that_a_data_set_is_told_and_does_not_read_changes_nothing(run, tell):
+    data = made(lambda d, i: (d.x[i] * TABLE["factor"], d.y[i]))
+    trained(run, data=data, epochs=4, each_epoch=lambda model, epoch: tell(data, epoch))
 
 
 class Labelled(Pairs):
