@@ -137,9 +137,9 @@ class Planner:
             views, seeds_all = self.outlook()
             self.window = ahead = self.prefetcher.window if views else 0
             while len(self.planned) <= (ahead if self.next_number < self.num_foreseeable else 0):
-                # Where all is read, and nothing is on its way to disk, several are planned at a
-                # time: half of what a batch takes is the same for all of them.
-                is_still = self.is_read and all(map(_IS_IDLE, views))
+                # Where all is read that can be, and nothing on its way to disk is waited for,
+                # several are planned at a time: half of what one takes is the same for all.
+                is_still = self.is_read and (self.source.is_random or all(map(_IS_IDLE, views)))
                 most = min(_MOST_AT_ONCE, self.num_foreseeable - self.next_number)
                 if not self._draw(views, seeds_all, max(1, most) if is_still else 1):
                     break
@@ -227,7 +227,8 @@ class Planner:
                 found = PlannedEntry(view, number, own, variants, there[start:stop])
                 if found.num_hits > (0 if entry is None else entry.num_hits):
                     entry = found
-            self.is_read = entry is not None and not entry.num_misses
+            # Of random samples some are drawn anew in each pass.
+            self.is_read = entry is not None and (source.is_random or not entry.num_misses)
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))
             if studies and not is_control and (loads_hits or not self.is_read):
