@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
-from egeria_cache.batch import Batch, Entry, batch_tensors, interleaved, unwrap
+from egeria_cache.batch import Batch, Entry, batch_tensors, unwrap
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached
@@ -479,9 +479,9 @@ class SkipEngine:
         waits = chosen is not None and chosen[1]
         if self._audits.asked and not self._confirmed(wait=waits):
             return self._plainly(call)
-        if not entry.hit.all():
-            stored = self._complete(source, call, entry, stored)
-        return self._replay(source, here, call, stored)
+        hit = None if entry.hit.all() else entry.hit
+        known = None if hit is None or source.by_rows else self._complete(source, call, hit)
+        return self._replay(source, here, call, (hit, stored, known))
 
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
@@ -656,23 +656,19 @@ class SkipEngine:
                     return False
         return True
 
-    def _complete(self, source: ReplayPlan, call: Invocation, entry: Entry, stored: Rows) -> Rows:
-        """Run the prefix on the misses alone, and merge the rows in order."""
-        missing = ~entry.hit
-        fresh = replay.prefix(self._forward, source, call, missing, call.rows(missing))
+    def _complete(self, source: ReplayPlan, call: Invocation, hit: np.ndarray) -> Rows:
+        """Run the prefix on the misses alone."""
+        fresh = replay.prefix(self._forward, source, call, ~hit, call.rows(~hit))
         if source.boundary == self.boundary:
-            self._captured(source, call, missing, fresh)
-        return {
-            name: interleaved(entry.hit, stored[name].to(rows.device), rows)
-            for name, rows in fresh.items()
-        }
+            self._captured(source, call, ~hit, fresh)
+        return fresh
 
     def _replay(
-        self, source: ReplayPlan, plan: ReplayPlan | None, call: Invocation, stored: Rows
+        self, source: ReplayPlan, plan: ReplayPlan | None, call: Invocation, entered: replay.Entered
     ) -> Any:
         """Enter at `source`'s cut; an older one than `plan`'s fills the newer one on the way."""
         try:
-            output, rows = replay.replay(self._forward, source, plan, call, stored)
+            output, fresh, rows = replay.replay(self._forward, source, plan, call, entered)
         except BaseException as raised:
             self._running["call"].note(raised)
             raise
@@ -687,6 +683,8 @@ class SkipEngine:
                 self._refuse(key, error)
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)
+        if fresh and entered[0] is not None and source.boundary == self.boundary:
+            self._captured(source, call, ~entered[0], fresh)
         return output if source.growth is None else self._watched(source, call, output)
 
     def _captured(
@@ -940,13 +938,10 @@ class SkipEngine:
             boundary=plan.boundary,
             tensors={n: plan.tensor_spec(slot).row for n, slot in plan.slots().items()},
             devices={n: plan.tensor_spec(slot).device for n, slot in plan.slots().items()},
-            dropped=frozenset(dropped - kept),
-            tagged=frozenset(dropped | kept),
-            read=frozenset(dropped.union(*(leaves[i] for i in plan.entered))),
-            fields=fields,
-            growth=plan.row_growth(),
-            profile=plan.profile,
-        )
+            dropped=frozenset(dropped - kept), tagged=frozenset(dropped | kept),
+            read=frozenset(dropped.union(*(leaves[i] for i in plan.entered))), fields=fields,
+            growth=plan.row_growth(), profile=plan.profile,
+        )  # fmt: skip
         self._plans.add(plan)
         self._thaw.watch(self._held, plan.reads)
         self._announce(plan, call)

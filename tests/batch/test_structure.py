@@ -80,22 +80,12 @@ def batches():
     encoding = Encoding({"ids": x})
     encoding.source = "tokenizer"
     return [
-        x,
-        [x, x + 1],
-        (x, ["a", "b", "c"]),
-        {"x": x, "names": ("a", "b", "c"), "deep": {"y": [x]}},
-        OrderedDict(b=x, a=x),
-        Pair(x, x),
-        Record(x, ["a", "b", "c"]),
-        encoding,
-        Acting(x, x),
-        Derived(x),
-        Slotted(x, ("a", "b", "c")),
-        Guarded(x),
-        defaultdict(list, x=x),
-        SimpleNamespace(x=x),
+        x, [x, x + 1], (x, ["a", "b", "c"]),
+        {"x": x, "names": ("a", "b", "c"), "deep": {"y": [x]}}, OrderedDict(b=x, a=x),
+        Pair(x, x), Record(x, ["a", "b", "c"]), encoding, Acting(x, x), Derived(x),
+        Slotted(x, ("a", "b", "c")), Guarded(x), defaultdict(list, x=x), SimpleNamespace(x=x),
         Nested(x),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", batches(), ids=lambda b: type(b).__name__)

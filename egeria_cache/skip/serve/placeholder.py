@@ -19,7 +19,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,54 @@ _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Call = Callable[..., Any]
 _Modes = tuple[bool, tuple[tuple[str, torch.dtype], ...]]
+_NO_ROWS = frozenset({_Mark, type(None), bool, float, str, torch.dtype, torch.device})
+
+
+class LeftOut(NamedTuple):
+    """A call that was not made."""
+
+    function: _Call
+    given: Any
+    """(args, kwargs), with marks for placeholders."""
+    gives: list[_Mark | None]
+    """Marks of the leaves of what it gives."""
+    modes: _Modes
+    """Whether autograd recorded, and what was cast."""
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """What it is given: one placeholder, as most modules are, or any tree."""
+        args, kwargs = self.given
+        is_one = len(args) == 1 and not kwargs and type(args[0]) is _Mark
+        return args if is_one else tree_leaves(self.given)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether it can be made for some of the rows: it is told no size, and of tensors it is
+        given what was left out alone.
+        """
+        kinds = set(map(type, self.leaves))
+        schema = getattr(self.function, "_schema", "SymInt")  # of an operator
+        if "SymInt" not in str(schema):
+            kinds.discard(int)
+        return kinds <= _NO_ROWS
+
+    def make(self, values: Mapping[Any, Any]) -> tuple[Any, Sequence[Any]]:
+        """Make it, with these values of what it is given; return what it gives, and the leaves."""
+        args, kwargs = self.given
+        if self.leaves is args:
+            args = (values[args[0]],)
+        else:
+            args, kwargs = tree_map_only(_Mark, values.__getitem__, self.given)
+        records, autocast = self.modes
+        with torch.set_grad_enabled(records), contextlib.ExitStack() as modes:
+            if autocast or torch._C._is_any_autocast_enabled():
+                for kind, _ in autocast_modes():
+                    modes.enter_context(torch.autocast(kind, enabled=False))
+                for kind, dtype in autocast:
+                    modes.enter_context(torch.autocast(kind, dtype))
+            output = self.function(*args, **kwargs)
+        return output, [output] if isinstance(output, Tensor) else tree_leaves(output)
 
 
 def _holds_placeholders(node: Any) -> bool:
@@ -127,9 +175,7 @@ class Scene:
     """Every placeholder of the run."""
     is_hit: bool = False
     """Whether what is left out can be computed: a dry run is to find out what is needed."""
-    left_out: list[tuple[_Call, Any, list[_Mark | None], _Modes]] = field(default_factory=list)
-    """Calls that were not made: a function, what it is given, marks of the leaves of what it gives,
-    and in which modes."""
+    left_out: list[LeftOut] = field(default_factory=list)
     read: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that they are given, and their versions then."""
     written: Collection[int] = ()
@@ -148,7 +194,8 @@ class Scene:
 
     def leave_out(self, function: _Call, given: Any, leaves: Iterable[Any]) -> None:
         """Remember an operation that is not done, and the leaves of what it would give."""
-        self.left_out.append((function, self.marked(given), self.marks(leaves), (False, ())))
+        call = LeftOut(function, self.marked(given), self.marks(leaves), (False, ()))
+        self.left_out.append(call)
 
     def marked(self, node: Any, depth: int = _MAX_DEPTH) -> Any:
         """Return what a call is given, with marks for placeholders, none of which is kept, and for
@@ -183,18 +230,9 @@ class Scene:
                 return False
             self.why, self.after_boundary = why, True
             with torch._C._EnableTorchFunction():
-                for function, given, gives, (records, autocast) in self.left_out:
-                    with contextlib.ExitStack() as modes:
-                        # What it was given may not be there.
-                        modes.enter_context(contextlib.suppress(LookupError))
-                        modes.enter_context(torch.set_grad_enabled(records))
-                        for kind, _ in autocast_modes():
-                            modes.enter_context(torch.autocast(kind, enabled=False))
-                        for kind, dtype in autocast:
-                            modes.enter_context(torch.autocast(kind, dtype))
-                        args, kwargs = tree_map_only(_Mark, self.values.__getitem__, given)
-                        leaves = tree_leaves(function(*args, **kwargs))
-                        both = zip(gives, leaves, strict=False)
+                for call in self.left_out:
+                    with contextlib.suppress(LookupError):  # what it was given may not be there
+                        both = zip(call.gives, call.make(self.values)[1], strict=False)
                         self.values.update((m, one) for m, one in both if one is not None)
                 self._share()
         return self.why is not None

@@ -18,18 +18,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from egeria_cache.attempt import Attempt, is_ours
+from egeria_cache.batch import interleaved
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
 from egeria_cache.skip.model.calls import Recorder, intercept, when_returned
+from egeria_cache.skip.serve import placeholder
 from egeria_cache.skip.serve.call import Arguments, Invocation, autocast_modes, plain
 from egeria_cache.skip.serve.cut import Slot, StepPlan, TensorSpec
-from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Scene, Source, Unavailable
+from egeria_cache.skip.serve.placeholder import Escape, LeftOut, Placeholder, Scene, Source
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.quiet import quietly
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
+Entered = tuple[np.ndarray | None, Rows, Rows | None]
+"""Which rows of a batch are stored, if not all are; these; and the others, if they are known."""
 
 
 class PrefixDone(BaseException):
@@ -131,7 +135,8 @@ class CaptureRun(PrefixRun):
                     when_returned(step.module, self.plan.returned)
 
     def _keep(self, step: StepPlan, output: Any) -> None:
-        leaves, spec = tree_flatten(output)
+        is_one = step.single and isinstance(output, Tensor)
+        leaves, spec = ([output], step.spec) if is_one else tree_flatten(output)
         if spec != step.spec:
             self._deviate(f"{step.name!r} returned another structure")
             return
@@ -181,12 +186,12 @@ class ReplayRun(PrefixRun):
         self._leaves = {index: self._stand_ins(index) for index in kept}
         self._inputs: dict[tuple[Any, ...], Placeholder] = {}
         made = (one for leaves, _ in self._leaves.values() for one in leaves)
-        self.own = [one for one in made if isinstance(one, Placeholder | Unavailable)]
+        self.own = [one for one in made if isinstance(one, Placeholder | placeholder.Unavailable)]
         """All that it has made."""
 
-    def begin(self, values: Mapping[Slot, Tensor]) -> None:
-        """Enter with these values of the cached tensors."""
-        self.values = values
+    def begin(self, values: Mapping[Slot, Tensor], entered: Entered = (None, {}, None)) -> None:
+        """Enter with these values of the cached tensors, or with some rows alone."""
+        self.values, self.entered, self.fresh = values, entered, Rows()
         self.position, self._inside, self._thread = 0, False, get_ident()
         scene = self.scene
         scene.after_boundary = scene.finished = False
@@ -203,7 +208,7 @@ class ReplayRun(PrefixRun):
     def returned(self, module: nn.Module) -> None:
         """What runs from now on is active."""
         self.scene.after_boundary, guard = True, self.plan.guard
-        if guard is not None and guard.has_hooks:
+        if self.fresh or (guard is not None and guard.has_hooks):
             when_returned(module, self.plan.returned)
 
     def takes(
@@ -220,7 +225,12 @@ class ReplayRun(PrefixRun):
         modes = torch.is_grad_enabled(), cast
         is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
         given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
-        scene.left_out.append((original, given, gives, modes))
+        scene.left_out.append(LeftOut(original, given, gives, modes))
+        is_in_part = self.entered[0] is not None and plan.by_rows is not False
+        if is_in_part and index == len(self.steps) - 1:
+            self._complete(*self.entered)
+            if scene.why is not None:
+                return original(*args, **kwargs)
         if not (step.cached or step.constants or plan.same):
             return stand_ins[0] if step.single else tree_unflatten(stand_ins, step.spec)
         leaves = list(stand_ins)
@@ -248,9 +258,65 @@ class ReplayRun(PrefixRun):
             source = frozenset({Source("leaf", plan.leaf_names[position][0], position)})
             self._inputs[key] = Placeholder.of(leaf, source, self.scene)
             self.own.append(self._inputs[key])
+        one = self._inputs[key]
         # Not looked into: what a loader's tensor reads is no part of the run.
-        self.scene.left_out.append((plain, ((leaf,), {}), [self._inputs[key].mark], (False, ())))
-        return self._inputs[key]
+        self.scene.left_out.append(LeftOut(plain, ((leaf,), {}), [one.mark], (False, ())))
+        return one
+
+    def values_of(self, stored: Rows) -> dict[Slot, Tensor]:
+        """Return the cached tensors as the model is given them."""
+        values, copies = dict[Slot, Tensor](), self.plan.copies
+        for name, slot, spec, strides in self.cached:
+            rows = stored[name].clone() if copies else stored[name]
+            values[slot] = rows if rows.stride() == strides else spec.from_rows(rows)
+        for slot in self.plan.wants_grad & values.keys() if torch.is_grad_enabled() else ():
+            leaf = values[slot].detach().requires_grad_()
+            # What the model writes into may not be a leaf.
+            values[slot] = leaf.clone() if copies else leaf
+        return values
+
+    def _complete(self, hit: Any, stored: Rows, known: Rows | None) -> None:
+        """Compute what crosses of the other rows by what was left out. The first time it is `known`
+        from a run of its own, which has to give the same.
+        """
+        plan, size = self.plan, len(hit) - int(hit.sum())
+        with Attempt() as tried:
+            fresh = self._rows(size) if known is None else quietly(self._rows, size)
+        if known is not None:
+            # Nothing else may be given out before.
+            is_there = tried.error is None and {at for at, _ in self.values} == {self.position}
+            plan.by_rows = is_there and all(map(torch.equal, known.values(), fresh.values()))
+        elif (error := tried.error) is None:
+            self.fresh, self.values = fresh, self.values_of(merged(hit, stored, fresh))
+        else:
+            why = error if isinstance(error, BoundaryError) else Escape.at((), repr(error))
+            plan.by_rows = False
+            if not self.scene.settle(why):
+                raise why
+
+    def _rows(self, size: int) -> Rows:
+        """Make the calls that were left out with the rows that are missing, and let go of what they
+        give as a forward would; return what crosses.
+        """
+        capture, calls = CaptureRun(self.plan, size, stop=True), self.scene.left_out
+        last, values = {one: call for call in calls for one in call.leaves}, dict[Any, Any]()
+        for call in calls:
+            if call.function is plain:
+                with torch.inference_mode(False):
+                    values[call.gives[0]] = call.given[0][0].misses()
+                continue
+            if not call.is_by_rows:
+                raise Escape.at((), str(call.function))
+            output, leaves = call.make(values)
+            if not isinstance(call.function, torch._ops.OpOverload):
+                capture.ends(self.steps[capture.position], output)
+                capture.position += 1
+            for one in call.leaves:
+                if last[one] is call:
+                    values.pop(one, None)
+            values |= {m: one for m, one in zip(call.gives, leaves, strict=False) if m in last}
+        assert capture.rows is not None
+        return capture.rows
 
     def _stand_ins(self, index: int) -> tuple[list[Any], list[Any]]:
         """Return what stands for the leaves of a step's output where nothing was stored, and the
@@ -295,6 +361,12 @@ def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, f
     return output, returned[-1] - returned[0], now() - returned[0]
 
 
+def merged(hit: np.ndarray, stored: Rows, fresh: Rows) -> Rows:
+    """Return the rows of a batch in order: those that hit, and the others."""
+    pairs = ((name, stored[name].to(rows.device), rows) for name, rows in fresh.items())
+    return {name: interleaved(hit, old, new) for name, old, new in pairs}
+
+
 def prefix(
     forward: Forward, source: ReplayPlan, call: Invocation, rows: np.ndarray, inputs: Arguments
 ) -> Rows:
@@ -329,14 +401,15 @@ def replay(
     source: ReplayPlan,
     plan: ReplayPlan | None,
     call: Invocation,
-    stored: Mapping[str, Tensor],
-) -> tuple[Any, Rows | None]:
+    entered: Entered,
+) -> tuple[Any, Rows, Rows | None]:
     """Enter at `source`'s cut; if the boundary has moved on, capture `plan`'s on the way.
 
     Both are those for batches of these lengths; None if such a batch has to be seen first.
 
     Returns:
-        The model's output, and the rows of `plan` if it is another one than `source`.
+        The model's output, the rows of `source` that were missing, and those of `plan` if it is
+        another one.
 
     Raises:
         BoundaryError: Something skipped was needed after all, and cannot be had any more. The
@@ -348,15 +421,10 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-    values, source.escaped = dict[Slot, Tensor](), None
-    for name, slot, spec, strides in run.cached:
-        rows = stored[name].clone() if source.copies else stored[name]
-        values[slot] = rows if rows.stride() == strides else spec.from_rows(rows)
-    for slot in source.wants_grad & values.keys() if torch.is_grad_enabled() else ():
-        leaf = values[slot].detach().requires_grad_()
-        # What the model writes into may not be a leaf.
-        values[slot] = leaf.clone() if source.copies else leaf
-    run.begin(values)
+    source.escaped, (hit, rows, known) = None, entered
+    if hit is not None and known is not None:
+        rows = merged(hit, rows, known)
+    run.begin(run.values_of(rows) if hit is None or known is not None else {}, entered)
     args, kwargs = call.rebuild(run.input)
     if not call.layout.is_flat:
         call.noted((args, kwargs))
@@ -384,6 +452,7 @@ def replay(
             torch.set_rng_state(generators)
         raise
     finally:
+        fresh = run.fresh
         run.begin({})
         run.scene.finished = True
         if run.scene.why is not None:
@@ -391,8 +460,8 @@ def replay(
             source.replays.clear()  # its placeholders stay what they are now
             run.scene.let_go()
     if run.scene.why is not None:
-        return tree_map_only((Placeholder, Unavailable), _followed, output), None
-    return output, capture.rows if capture is not None else None
+        return tree_map_only((Placeholder, placeholder.Unavailable), _followed, output), fresh, None
+    return output, fresh, capture.rows if capture is not None else None
 
 
 def _followed(one: Any) -> Any:
@@ -406,5 +475,5 @@ def _hide(call: Invocation, output: Any, opaque: frozenset[int]) -> Any:
     leaves, layout = call.result(output)
     skipped = frozenset({Source("step", "a skipped module")})
     for i in opaque:
-        leaves[i] = Unavailable.like(leaves[i].__class__)(skipped)
+        leaves[i] = placeholder.Unavailable.like(leaves[i].__class__)(skipped)
     return call.put(output, leaves, layout)
