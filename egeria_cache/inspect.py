@@ -154,15 +154,13 @@ def ls(options: argparse.Namespace, report: Report) -> Told:
     """List the generations; 1 if one is damaged."""
     rows = [
         (
-            one["name"],
-            one["boundary"] or "-",
-            f"{one['num_samples']:,}",
-            size(one["bytes_on_disk"]),
+            one["name"], one["boundary"] or "-",
+            f"{one['num_samples']:,}", size(one["bytes_on_disk"]),
             f"damaged: {one['damage']}" if one["damage"] else one["note"] or one["codec"] or "-",
             "now" if one["in_use"] else f"{_age(one['last_used'])} ago",
         )
         for one in report["generations"]
-    ]
+    ]  # fmt: skip
     lines, count = _table(_LISTED, rows) if rows else [], len(rows)
     lines.append(f"{count} generation{'s' * (count != 1)}, {size(report['bytes_on_disk'])}")
     return HEALTHY if report["healthy"] else DAMAGED, report, lines

@@ -268,14 +268,10 @@ class FreezeController(Remembered):
     def _record(self, verdict: Verdict) -> None:
         front = {name: getattr(verdict, name) for name in ("reference", "noise", "seconds")}
         self.history.add(
-            "reading",
-            verdict.step,
-            layer=verdict.layer,
-            boundary=self._map.boundaries[verdict.layer],
-            value=verdict.value,
-            taken_at=self._step,
+            "reading", verdict.step, layer=verdict.layer,
+            boundary=self._map.boundaries[verdict.layer], value=verdict.value, taken_at=self._step,
             **(front if verdict.values is None else {"values": list(verdict.values)}),
-        )
+        )  # fmt: skip
 
     def _decide(self, verdict: Verdict | None) -> None:
         """Ask the policy, and do as it says."""
@@ -286,18 +282,13 @@ class FreezeController(Remembered):
             self._record(verdict)
             if self.policy.measure == "movement":
                 prospect = self._prospect()
-        frozen = self.policy.observe(
-            Reading(
-                step=self._step,
-                num_layers=len(self._map.layers),
-                lr=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
-                total_steps=self.config.total_steps,
-                value=verdict.value,
-                layer=verdict.layer,
-                values=verdict.values,
-                prospect=prospect,
-            )
-        )
+        reading = Reading(
+            step=self._step, num_layers=len(self._map.layers),
+            lr=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            total_steps=self.config.total_steps, value=verdict.value, layer=verdict.layer,
+            values=verdict.values, prospect=prospect,
+        )  # fmt: skip
+        frozen = self.policy.observe(reading)
         for note in getattr(self.policy, "take_notes", list)():
             self.history.add("decision", self._step, **note)
         if not 0 <= frozen < len(self._map.layers):
@@ -319,14 +310,11 @@ class FreezeController(Remembered):
             return None
         prefixes = map(self._map.prefix, self.boundaries)
         return Prospect(
-            steps=left.steps,
-            rate=left.rate,
-            rises=left.rate is not None and left.highest > RISE * rate,
-            saves=tuple(self._saves),
-            draws=(0, *(len(prefix.drawing) for prefix in prefixes)),
-            cost=self.config.move_cost,
+            steps=left.steps, rate=left.rate,
+            rises=left.rate is not None and left.highest > RISE * rate, saves=tuple(self._saves),
+            draws=(0, *(len(prefix.drawing) for prefix in prefixes)), cost=self.config.move_cost,
             every=self.evaluate_every,
-        )
+        )  # fmt: skip
 
     def _move(self, frozen: int, reason: str) -> None:
         """Freeze or release, rebuild DDP, write it down, tell everybody."""
@@ -350,13 +338,11 @@ class FreezeController(Remembered):
     def _record_move(self, event: BoundaryMoved) -> None:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.history.add(
-            "boundary",
-            **asdict(event),
-            num_frozen=self.num_frozen,
-            num_layers=len(self._map.layers),
+            "boundary", **asdict(event),
+            num_frozen=self.num_frozen, num_layers=len(self._map.layers),
             active_parameters=sum(size for size, trains in sizes if trains),
             total_parameters=sum(size for size, _ in sizes),
-        )
+        )  # fmt: skip
         log.info("egeria: step %d: boundary %s (%s)", event.step, event.boundary, event.reason)
 
     def _follow(self) -> None:
@@ -427,14 +413,11 @@ class FreezeController(Remembered):
         Waits for an evaluation in flight. Under DDP, rank 0's holds the reference.
         """
         return super().state_dict() | {
-            "step": self._step,
-            "map": self._map.state_dict(),
-            "policy": self.policy.state_dict(),
+            "step": self._step, "map": self._map.state_dict(), "policy": self.policy.state_dict(),
             "bootstrap": None if self._bootstrap is None else self._bootstrap.state_dict(),
-            "frozen": self.num_frozen,
-            "history": list(self.history),
+            "frozen": self.num_frozen, "history": list(self.history),
             "meter": self._meter.state_dict(),
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`: freezes what was frozen, tells the cache.

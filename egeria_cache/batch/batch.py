@@ -172,15 +172,11 @@ class Batch:
             else:
                 leaves[path] = values
         self._parts[known] = replace(
-            self,
-            ids=[self.ids[i] for i in rows],
-            draws=self.draws[rows],
-            leaves=leaves,
-            load_rows=partial(_load_part, self.load_rows, rows, self.size),
-            planned_entry=part,
+            self, ids=[self.ids[i] for i in rows], draws=self.draws[rows], leaves=leaves,
+            load_rows=partial(_load_part, self.load_rows, rows, self.size), planned_entry=part,
             context=None if self.context is None else self.context.select(rows),
             lengths=None if self.lengths is None else self.lengths.select(rows),
-        )
+        )  # fmt: skip
         return self._parts[known]
 
     def load_absent(self) -> Leaves:

@@ -50,19 +50,14 @@ class Padding:
         """Return how long a batch with these leaves is along each axis."""
         return tuple(leaves[axis.leaf].shape[axis.dim + 1] for axis in self.axes)
 
-    def widened(self, leaf: str, rows: Any, whole: Sequence[int]) -> Any:
-        """Pad the rows of a leaf to the lengths of another batch; other leaves stay as they are."""
-        if leaf not in self.values:
-            return rows
-        whole = [whole[i] for i in self.positions(leaf)]
-        return widen(rows, self.dims(leaf), whole, self.values[leaf])
-
     def padded(self, leaf: str, rows: Any, whole: Sequence[int]) -> Any:
-        """Put rows of different lengths together as the collate function would."""
+        """Put the rows of a leaf together in a batch of these lengths, as the collate function
+        would; other leaves stay as they are.
+        """
         if leaf not in self.values:
             return rows
-        whole = [whole[i] for i in self.positions(leaf)]
-        return pad_rows(list(rows), self.dims(leaf), whole, self.values[leaf])
+        rest = self.dims(leaf), [whole[i] for i in self.positions(leaf)], self.values[leaf]
+        return widen(rows, *rest) if isinstance(rows, Tensor) else pad_rows(list(rows), *rest)
 
     def shape(self, leaf: str, row: Tensor, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that a row, given as a meta tensor (1, ...), has in a batch."""
@@ -109,7 +104,7 @@ class Lengths:
 
     def widened(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Pad the rows of leaves to the lengths of this batch."""
-        return {path: self.padding.widened(path, rows, self.whole) for path, rows in leaves.items()}
+        return {path: self.padding.padded(path, rows, self.whole) for path, rows in leaves.items()}
 
     def rows(self, leaf: str, values: Any) -> Any:
         """Return the rows of a leaf without their padding; of another leaf as they are."""

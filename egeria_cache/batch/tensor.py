@@ -23,24 +23,9 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from egeria_cache.attempt import (
-    Attempt,
-    has_other_operations,
-    outside_inference_mode,
-    without_modes,
-)
-from egeria_cache.batch.batch import (
-    Batch,
-    Func,
-    Kwargs,
-    Leaves,
-    Vouched,
-    among,
-    at_rows,
-    interleaved,
-    own_containers,
-    take_rows,
-)
+from egeria_cache import attempt
+from egeria_cache.batch import batch as batches
+from egeria_cache.batch.batch import Batch, Func, Kwargs, Leaves, Vouched
 from egeria_cache.batch.chain import Chained, Op, Ops, Raw, Slot, derived, name_of, selected_rows
 from egeria_cache.batch.trial import operation
 from egeria_cache.device import LEAF_FLAGS, located
@@ -72,7 +57,7 @@ class BatchTensor(Chained, Tensor):
 
     def holds(self) -> bool:
         """Whether that is so, wherever the rows stand."""
-        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
+        with torch._C.DisableTorchFunctionSubclass(), attempt.outside_inference_mode():
             return self._vouched.holds(self)
 
     @property
@@ -93,7 +78,7 @@ class BatchTensor(Chained, Tensor):
         """Return the plain rows that were not planned as hits, after `chain`."""
         entry = self.batch.entry
         assert entry is not None, "a batch without an entry has no hits to leave out"
-        return take_rows(self.full(), self.fold.mask(~entry.hit))
+        return batches.take_rows(self.full(), self.fold.mask(~entry.hit))
 
     def rows(self, mask: np.ndarray, loaded: Leaves) -> Tensor:
         """Return the plain masked rows, after `chain`, without loading the others.
@@ -102,7 +87,7 @@ class BatchTensor(Chained, Tensor):
             mask: Bool, shape (B,).
             loaded: What `batch.load_rows(mask)` gave; used if this leaf's own rows are absent.
         """
-        return take_rows(self.full(), self.fold.mask(mask))
+        return batches.take_rows(self.full(), self.fold.mask(mask))
 
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         """Return the result of an operation on leaves of a batch, this one among them."""
@@ -134,13 +119,17 @@ class BatchTensor(Chained, Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+        cls,
+        func: Func,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # inside it nothing is cached; nor may its graph break
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
+        with torch._C.DisableTorchFunctionSubclass(), attempt.outside_inference_mode():
             if func in _ABOUT_THE_TENSOR:
                 return func(*args, **kwargs)
             if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
@@ -148,7 +137,7 @@ class BatchTensor(Chained, Tensor):
                 args[0]._become_plain()
                 return func(*args)
             result: Any = NotImplemented
-            with Attempt():  # an error of the operation's own comes again, below
+            with attempt.Attempt():  # an error of the operation's own comes again, below
                 result = _recorded(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -241,7 +230,10 @@ class AbsentTensor(BatchTensor):
     def full(self) -> Tensor:
         """Return the plain tensor with all rows, loaded now if need be."""
         if self._full is None:
-            with temporarily_clear_interpreter_stack(), without_modes():  # it is no part of them
+            with (
+                temporarily_clear_interpreter_stack(),
+                attempt.without_modes(),
+            ):  # it is no part of them
                 self._full = self._loaded()
                 self._vouched = Vouched(self._full)
         return self._full
@@ -254,7 +246,7 @@ class AbsentTensor(BatchTensor):
         mask = self.batch.absent
         assert mask is not None
         mask = self.fold.mask(mask)
-        merged = absent if self._misses is None else interleaved(mask, absent, self._misses)
+        merged = absent if self._misses is None else batches.interleaved(mask, absent, self._misses)
         # The strides that it would have: channels_last stays channels_last.
         shape, strides = self._meta.shape, self._meta.stride()
         return merged.new_empty_strided(shape, strides).copy_(merged)
@@ -266,7 +258,7 @@ class AbsentTensor(BatchTensor):
             if not (isinstance(other, BatchTensor) and other.chain is chain and other.holds()):
                 return False
         data = self._misses if self._full is None else self._full
-        with torch._C.DisableTorchFunctionSubclass(), outside_inference_mode():
+        with torch._C.DisableTorchFunctionSubclass(), attempt.outside_inference_mode():
             return data is None or self._vouched.holds(data)
 
     @property
@@ -322,7 +314,7 @@ class AbsentTensor(BatchTensor):
             return super()._select(rows, part)
         meta, misses = part(self._meta), None
         if self._misses is not None and not mask[rows].all():
-            misses = at_rows(self._misses, among(~mask, rows))
+            misses = batches.at_rows(self._misses, batches.among(~mask, rows))
         result = without_data(
             meta, batch, self.leaf, misses, device=self.device, raw=self.raw, chain=self.chain
         )
@@ -348,7 +340,11 @@ class AbsentTensor(BatchTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
+        cls,
+        func: Func,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
@@ -356,7 +352,7 @@ class AbsentTensor(BatchTensor):
 
 def _recorded(func: Func, args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Do what can be recorded; `NotImplemented` if this cannot be."""
-    if has_other_operations():
+    if attempt.has_other_operations():
         return NotImplemented
     if func is Tensor.__getitem__ and isinstance(args[0], BatchTensor):
         args = args[0], unwrap(args[1])  # a mask of labels: which rows it takes
@@ -405,7 +401,12 @@ def _slots(value: Any, found: list[BatchTensor]) -> Any:
 
 
 def loaded_tensor(
-    data: Tensor, batch: Batch, leaf: str, raw: Raw, chain: Ops, known: Vouched | None = None
+    data: Tensor,
+    batch: Batch,
+    leaf: str,
+    raw: Raw,
+    chain: Ops,
+    known: Vouched | None = None,
 ) -> BatchTensor:
     """Tag data; `known` vouches for what may be the same memory."""
     if known is None or not known.is_of(data):
@@ -434,9 +435,9 @@ _ABOUT_THE_TENSOR = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
 
 def unwrap(tree: Any) -> Any:
     """Return `tree` with every `BatchTensor` replaced by its plain data, loaded where needed."""
-    with outside_inference_mode():
+    with attempt.outside_inference_mode():
         plain = tree_map(lambda one: one.full() if isinstance(one, BatchTensor) else one, tree)
-        return own_containers(tree, plain)
+        return batches.own_containers(tree, plain)
 
 
 def batch_tensors(tree: Any) -> list[BatchTensor]:

@@ -80,20 +80,14 @@ class EngineCallbacks(Status):
             self._audits.doubted.add((name, id(cut)))
         sizes = [batch.size * spec.num_bytes for spec in cut.tensors.values()]
         lock_ahead(LOCKED_AHEAD * sizes, device_of(self.engine.model))
-        self.views.add(
-            View(
-                loader_name=name,
-                cut=cut,
-                generation=found,
-                structure=context.structure,
-                rows=context.metas,
-                kept=self._kept_beside(batch, cut),
-                device=next(iter(cut.devices.values()), device_of(self.engine.model)),
-                constants=context.constants,
-                counts=frozenset(context.source.counts),
-                padding=None if batch.lengths is None else batch.lengths.padding,
-            )
-        )
+        view = View(
+            loader_name=name, cut=cut, generation=found, structure=context.structure,
+            rows=context.metas, kept=self._kept_beside(batch, cut),
+            device=next(iter(cut.devices.values()), device_of(self.engine.model)),
+            constants=context.constants, counts=frozenset(context.source.counts),
+            padding=None if batch.lengths is None else batch.lengths.padding,
+        )  # fmt: skip
+        self.views.add(view)
 
     def _kept_beside(self, batch: Batch, cut: Cut) -> dict[str, type]:
         """Return what is stored beside the activations, so that a hit needs no data set."""

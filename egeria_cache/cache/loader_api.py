@@ -266,10 +266,9 @@ class LoaderApi(EngineCallbacks):
         return replace(
             counts,
             **{name: value for name, value in on_disk if hasattr(counts, name)},
-            saved_s=self.policy.saved_s(self.store.writer.work_s),
-            proof_s=self.policy.proof_s,
+            saved_s=self.policy.saved_s(self.store.writer.work_s), proof_s=self.policy.proof_s,
             gate=self.policy.sentence(self.boundary),
-        )
+        )  # fmt: skip
 
     def log_epoch(self, loader_name: str, epoch: int) -> None:
         """Write one line at the end of an epoch, through `logging` at level INFO."""

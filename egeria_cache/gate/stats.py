@@ -96,12 +96,10 @@ class CacheStats:
             "on disk": f"{size(self.bytes_on_disk)} of {size(self.limit_bytes)}"
             + (density if self.stored_bytes else ""),
             "audited": f"{self.audited}, of which {self.audit_failures} differed",
-            "reloaded": str(self.refetched),
-            "writes dropped": str(self.dropped_writes),
-            "corrupt records": str(self.corrupt),
-            "gate": self.gate or "no decision yet",
+            "reloaded": str(self.refetched), "writes dropped": str(self.dropped_writes),
+            "corrupt records": str(self.corrupt), "gate": self.gate or "no decision yet",
             "not cached because": self.why_not or "",
-        }
+        }  # fmt: skip
         return as_text({name: value for name, value in lines.items() if value})
 
     def _random_draws(self) -> str:

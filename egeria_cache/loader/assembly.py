@@ -329,18 +329,14 @@ class Assembly:
             if entry is not None and found.order != list(range(size)):
                 entering = batches.PartEntry(entry, entry.load, np.array(found.order))
         return Batch(
-            ids=task.ids,
-            draws=np.array(task.draws, np.int64),
-            loader_name=source.key,
+            ids=task.ids, draws=np.array(task.draws, np.int64), loader_name=source.key,
             leaves=leaves,
             load_rows=partial(self._load_rows, task, lengths, None if found is None else [*leaves]),
             planned_entry=entering,
             context=BatchContext(source, structure, task, metas, constants, age),
-            may_be_stored=stores,
-            lengths=lengths,
-            mixed={} if found is None else found.mixed,
+            may_be_stored=stores, lengths=lengths, mixed={} if found is None else found.mixed,
             why_mixed=source.study.company or "",
-        )
+        )  # fmt: skip
 
     def _load_rows(
         self, task: Task, lengths: Lengths | None, own: list[str] | None, rows: np.ndarray

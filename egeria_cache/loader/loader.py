@@ -30,17 +30,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from egeria_cache.arguments import check_whole_number, names_known
 from egeria_cache.attempt import in_turns
 from egeria_cache.cache import ActivationCache
+from egeria_cache.loader import resume
 from egeria_cache.loader.assembly import Assembly
 from egeria_cache.loader.one_pass import Pass
 from egeria_cache.loader.plan import Planner
-from egeria_cache.loader.resume import (
-    CountingIterator,
-    Progress,
-    SamplerRng,
-    is_stateful,
-    noting,
-    state_of,
-)
 from egeria_cache.samples import DEFAULT_REUSE, Draws, Loaded, LoaderSource
 
 T_co = TypeVar("T_co", covariant=True)
@@ -153,7 +146,7 @@ class EgeriaLoader(DataLoader[T_co]):
         )  # fmt: skip
         # Without a cache every epoch draws anew, whether or not drawing is seen.
         self.source.is_known_random = cache is None
-        self._progress, self._resumes = Progress(), False
+        self._progress, self._resumes = resume.Progress(), False
         self._persistent: tuple[Planner, DataLoader[Loaded]] | None = None
         self._passes = WeakSet[Pass]()
         self._is_uncached = self._why_uncached() is not None
@@ -245,14 +238,14 @@ class EgeriaLoader(DataLoader[T_co]):
             is_random=progress.is_random or self.source.is_random, is_steady=self.source.is_steady,
         )  # fmt: skip
         if progress.finished or progress.start is None:
-            now.sampler = state_of(self._stateful)
+            now.sampler = resume.state_of(self._stateful)
         fetcher = None if self._drawn_from is None else self._drawn_from._dataset_fetcher
         iterator = getattr(fetcher, "dataset_iter", None)
         now.dataset = None
-        if is_stateful(iterator):
-            now.dataset = None if progress.finished else {"iterator": state_of(iterator)}
-        elif iterator is not None and is_stateful(self.dataset):
-            now.dataset = {"dataset": state_of(self.dataset)}
+        if resume.is_stateful(iterator):
+            now.dataset = None if progress.finished else {"iterator": resume.state_of(iterator)}
+        elif iterator is not None and resume.is_stateful(self.dataset):
+            now.dataset = {"dataset": resume.state_of(self.dataset)}
         return now.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,7 +257,7 @@ class EgeriaLoader(DataLoader[T_co]):
         Raises:
             ValueError: It is not a state of this loader's kind.
         """
-        self._progress, self._resumes = Progress.from_state(state), True
+        self._progress, self._resumes = resume.Progress.from_state(state), True
 
     def _take_draws(self, state: dict[str, Any]) -> None:
         """Give the samples of the epochs to come the random draws that follow `state`.
@@ -274,7 +267,7 @@ class EgeriaLoader(DataLoader[T_co]):
         Raises:
             ValueError: It is not a state of this loader's kind.
         """
-        self._progress.take_draws(Progress.from_state(state))
+        self._progress.take_draws(resume.Progress.from_state(state))
 
     def _begin(self) -> bool:
         """Begin the next pass; whether it is the rest of the one that a loaded state tells of."""
@@ -298,9 +291,9 @@ class EgeriaLoader(DataLoader[T_co]):
         if loaded:
             self._stateful.load_state_dict(last.sampler)
         ahead, since = self._enter(epoch, last)
-        self._progress = Progress(
+        self._progress = resume.Progress(
             epoch, ahead, since, start=rng.get(), drew_base_seed=draws_base_seed,
-            sampler=state_of(self._stateful), may_be_empty=loaded and last.finished,
+            sampler=resume.state_of(self._stateful), may_be_empty=loaded and last.finished,
         )  # fmt: skip
         return False
 
@@ -324,8 +317,8 @@ class EgeriaLoader(DataLoader[T_co]):
             batches = iter(self._index_sampler) if self.num_workers and not stateful else batches
         if stateful is not None or goes_on:
             # Without a way back to the loader: see `Pass` about cycles.
-            state = None if stateful is None else partial(state_of, stateful)
-            batches = noting(self._index_sampler, batches, state, progress)
+            state = None if stateful is None else partial(resume.state_of, stateful)
+            batches = resume.noting(self._index_sampler, batches, state, progress)
         if goes_on:
             if not knows_place:
                 # As many as had been: with the last one a sampler may draw random numbers again.
@@ -361,20 +354,20 @@ class EgeriaLoader(DataLoader[T_co]):
             rng.set(after)
         progress.now = None
         self._drawn_from = iterator if self.num_workers == 0 else None
-        return CountingIterator(iterator, progress)
+        return resume.CountingIterator(iterator, progress)
 
     @property
     def _stateful(self) -> Any:
         """The sampler that keeps its own place, in torchdata's protocol; None if there is none."""
         batch_sampler = self._index_sampler
         for one in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-            if is_stateful(one):
+            if resume.is_stateful(one):
                 return one
         return None
 
     @property
-    def _sampler_rng(self) -> SamplerRng:
-        return SamplerRng(self.generator, self._index_sampler)
+    def _sampler_rng(self) -> resume.SamplerRng:
+        return resume.SamplerRng(self.generator, self._index_sampler)
 
     def _why_uncached(self) -> str | None:
         """Why its batches are passed through as DataLoader's; None if they can be served."""
@@ -439,7 +432,7 @@ class EgeriaLoader(DataLoader[T_co]):
             "multiprocessing_context": self.multiprocessing_context,
         }
 
-    def _enter(self, epoch: int, last: Progress) -> tuple[int, int]:
+    def _enter(self, epoch: int, last: resume.Progress) -> tuple[int, int]:
         """Return how far the random draws of a pass are ahead of its epoch, and `Clock.since`.
 
         The first pass of a run that begins frozen goes on with the draws of the runs before it.

@@ -354,18 +354,13 @@ def is_shared(module: nn.Module) -> bool:
 
 
 _MAKERS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
-    (MUTABLE, Copier._container),
-    ((tuple, frozenset), Copier._fixed_items),
-    (StandIn, Copier._our_own),
-    (nn.Module, Copier._module),
-    (Tensor, Copier._tensor),
-    (np.ndarray, Copier._array),
-    (GENERATORS, Copier._generator),
-    (functools.partial, Copier._partial),
-    (weakref.ref, Copier._weak),
-    (types.FunctionType, Copier._function),
+    (MUTABLE, Copier._container), ((tuple, frozenset), Copier._fixed_items),
+    (StandIn, Copier._our_own), (nn.Module, Copier._module),
+    (Tensor, Copier._tensor), (np.ndarray, Copier._array),
+    (GENERATORS, Copier._generator), (functools.partial, Copier._partial),
+    (weakref.ref, Copier._weak), (types.FunctionType, Copier._function),
     (types.MethodType, Copier._method),
     (types.BuiltinMethodType | types.MethodWrapperType, Copier._builtin_method),
     (type(threading.Lock()), Copier._lock),
     (type(threading.RLock()), Copier._own_lock),
-)
+)  # fmt: skip

@@ -294,12 +294,10 @@ def task_loader(samples: SampleLoader, tasks: Any, **options: Any) -> DataLoader
         # Its advice on the arguments was given when the user's own loader was made.
         warnings.simplefilter("ignore")
         return DataLoader(
-            samples,  # type: ignore[arg-type]
-            batch_sampler=tasks,
+            samples, batch_sampler=tasks,  # type: ignore[arg-type]
             collate_fn=samples.collated,  # type: ignore[arg-type]
-            worker_init_fn=init,
-            **options,
-        )
+            worker_init_fn=init, **options,
+        )  # fmt: skip
 
 
 class SideWorker:

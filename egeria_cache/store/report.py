@@ -67,18 +67,13 @@ def _glance(path: Path) -> Report:
     return {
         "name": path.name,
         "boundary": boundary if isinstance(boundary, str) else None,
-        "num_samples": totals.num_samples,
-        "bytes_on_disk": place.directory_bytes(path),
-        "raw_bytes": totals.raw_bytes,
-        "stored_bytes": totals.stored_bytes,
+        "num_samples": totals.num_samples, "bytes_on_disk": place.directory_bytes(path),
+        "raw_bytes": totals.raw_bytes, "stored_bytes": totals.stored_bytes,
         "ratio": totals.raw_bytes / totals.stored_bytes if totals.stored_bytes else None,
         "codec": None if totals.codec is None else totals.codec.label,
-        "created": math.nan if known is None else known.created,
-        "last_used": place.last_use(path),
-        "in_use": place.in_use_elsewhere(path),
-        "damage": damage,
-        "note": note,
-    }
+        "created": math.nan if known is None else known.created, "last_used": place.last_use(path),
+        "in_use": place.in_use_elsewhere(path), "damage": damage, "note": note,
+    }  # fmt: skip
 
 
 def verify(path: Path) -> Report:

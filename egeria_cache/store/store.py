@@ -199,13 +199,11 @@ class ActivationStore:
         with self._lock:
             totals = [one.totals for one in self._generations.values() if one.alive]
         return StoreStats(
-            **self.writer.numbers,
-            num_samples=sum(one.num_samples for one in totals),
+            **self.writer.numbers, num_samples=sum(one.num_samples for one in totals),
             raw_bytes=sum(one.raw_bytes for one in totals),
             stored_bytes=sum(one.stored_bytes for one in totals),
-            bytes_on_disk=place.directory_bytes(self.directory),
-            limit_bytes=self.limit_bytes,
-        )
+            bytes_on_disk=place.directory_bytes(self.directory), limit_bytes=self.limit_bytes,
+        )  # fmt: skip
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Write what is queued, stop the threads, release the generations. May be called twice, and

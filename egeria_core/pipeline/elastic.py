@@ -250,13 +250,11 @@ class ElasticPipeline:
         """Return this rank's part: weights and optimizer state of its blocks, and the plan."""
         own = [i for i, home in enumerate(self.plan.homes) if home == self.rank]
         return {
-            "rank": self.rank,
-            "ranks": self.plan.ranks,
-            "frozen": self.plan.frozen,
-            "homes": list(self.plan.homes),
+            "rank": self.rank, "ranks": self.plan.ranks,
+            "frozen": self.plan.frozen, "homes": list(self.plan.homes),
             "blocks": {i: self._blocks[i].state_dict() for i in own},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict()` of this rank. Then load the controller's.

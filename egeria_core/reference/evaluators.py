@@ -127,13 +127,12 @@ class ProcessEvaluator:
         fd = theirs.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "egeria_core.reference.worker", str(fd), kind, main_path],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
+            pass_fds=[fd], stdin=subprocess.DEVNULL,
             # It finds the same modules as this process.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             # Ctrl-C is for the training process; this one leaves when its pipe closes.
             start_new_session=True,
-        )
+        )  # fmt: skip
         theirs.close()
         self._items = queue.SimpleQueue[tuple[InputItem, Future[Verdict]] | None]()
         self._waiting = deque[Future[Verdict]]()

@@ -204,16 +204,12 @@ class TracedBatch:
         self._num_runs += 1
         RandomState.seed(self._num_runs)
         generators = RandomState.now()
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(self.grad if grad is None else grad),
-        ):
+        records = self.grad if grad is None else grad
+        with torch.inference_mode(False), torch.set_grad_enabled(records):
             args, kwargs = arguments(copied.call, rows, resize)
+            watched = nullcontext() if trace is None else trace.watching()
             try:
-                with (
-                    copied.intercept(self.modules, run),
-                    nullcontext() if trace is None else trace.watching(),
-                ):
+                with copied.intercept(self.modules, run), watched:
                     copied.forward(*args, **kwargs)
             except PrefixDone as done:
                 if trace is not None:

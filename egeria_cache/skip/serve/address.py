@@ -63,12 +63,9 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
     if (precision := str(fp32_precision())) != "highest":
         odd["precision"] = precision
     return odd | {
-        "boundary": plan.boundary,
-        "weights": xxhash.xxh3_128_hexdigest(weights.encode()),
-        "structure": _structure(plan),
-        "code": code.digest(),
-        "inputs": inputs,
-        "arguments": arguments | pinned,
+        "boundary": plan.boundary, "weights": xxhash.xxh3_128_hexdigest(weights.encode()),
+        "structure": _structure(plan), "code": code.digest(),
+        "inputs": inputs, "arguments": arguments | pinned,
         "mode": ["train" if training else "eval" for training in plan.modes],
         "autocast": [[kind, str(dtype)] for kind, dtype in autocast_modes()],
         "default_dtype": str(torch.get_default_dtype()),
@@ -78,7 +75,7 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
         },
         "device": next(iter(specs.values())).device.type,
         "torch": torch.__version__.partition("+")[0],
-    }
+    }  # fmt: skip
 
 
 def _structure(plan: ReplayPlan) -> str:

@@ -23,18 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from egeria_cache.batch import (
-    AbsentTensor,
-    Batch,
-    BatchTensor,
-    Fold,
-    Lengths,
-    Structure,
-    flatten,
-    lost_by,
-    own_containers,
-    take_rows,
-)
+from egeria_cache import batch as batches
 from egeria_cache.device import autocast_kinds, fp32_precision
 from egeria_cache.pystate import Content, own_attributes
 
@@ -42,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 PLAIN = (bool, int, float, str, bytes, type(None))
 _METHODS = MethodType, BuiltinMethodType
 _NO_CODE = (Tensor, type, *PLAIN)
-_ONE_LEAF = frozenset({Tensor, BatchTensor, AbsentTensor, *PLAIN})
+_ONE_LEAF = frozenset({Tensor, batches.BatchTensor, batches.AbsentTensor, *PLAIN})
 """Of these very types: what most models are called with has nothing inside to look for."""
 _GONE = "no longer there"
 
@@ -52,7 +41,7 @@ class Layout:
     """Where each leaf stands. Compared by structure."""
 
     spec: pytree.TreeSpec = field(hash=False)  # takes longer than to compare it
-    opened: tuple[tuple[int, type, Structure], ...] = ()
+    opened: tuple[tuple[int, type, batches.Structure], ...] = ()
     """(which leaf of the tree, its type, how it is built)."""
     is_flat: bool = field(compare=False, default=False)
     """Whether it is of positional arguments alone, none of which was looked into."""
@@ -66,8 +55,8 @@ class Layout:
                 outer.append(next(rest))
             else:
                 outer.append(structure.rebuild({path: next(rest) for path in structure.paths}))
-        built: tuple[Any, Any] = own_containers(given, pytree.tree_unflatten(outer, self.spec))
-        return built
+        whole = pytree.tree_unflatten(outer, self.spec)
+        return batches.own_containers(given, whole)  # type: ignore[no-any-return]
 
     def paths(self) -> list[str]:
         """Name each leaf as the caller sees it: "args[0]", "kwargs['labels']"."""
@@ -93,9 +82,9 @@ def _take_apart(tree: Any, *, is_result: bool) -> tuple[list[Any], Layout]:
         is_open = not isinstance(leaf, (Tensor, type, *PLAIN))
         if is_result:
             is_open &= isinstance(leaf, Mapping | SimpleNamespace) or is_dataclass(leaf)
-        structure, inner = flatten(leaf, -1) if is_open else (None, {"": leaf})
+        structure, inner = batches.flatten(leaf, -1) if is_open else (None, {"": leaf})
         values = inner.values()
-        if structure and (is_result or any(isinstance(one, BatchTensor) for one in values)):
+        if structure and (is_result or any(isinstance(one, batches.BatchTensor) for one in values)):
             opened.append((at, type(leaf), structure))
             leaves += values
         else:
@@ -178,9 +167,9 @@ class Invocation:
     leaves: list[Any]
     """Every leaf of (args, kwargs) in order."""
     layout: Layout
-    tagged: Mapping[int, BatchTensor]
+    tagged: Mapping[int, batches.BatchTensor]
     """Leaves that come from the loader, by position."""
-    batch: Batch
+    batch: batches.Batch
     """Whose leaves they are; not to be asked for where there is a `why_not`."""
     given: Arguments = ((), {})
     """The arguments as they came."""
@@ -196,14 +185,14 @@ class Invocation:
             leaves, layout = list(args), _flat(len(args))
         else:
             leaves, layout = _take_apart((args, kwargs), is_result=False)
-        tagged, batches, why_not = dict[int, BatchTensor](), dict[int, Batch](), None
+        tagged, owners, why_not = dict[int, batches.BatchTensor](), dict[int, batches.Batch](), None
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 why_not = WANTS_GRADIENT
-            if isinstance(leaf, BatchTensor) and leaf.intact:
-                tagged[i], batches[id(leaf.batch)] = leaf, leaf.batch
-        batch: Any = next(iter(batches.values()), None)
-        if len(batches) > 1:
+            if isinstance(leaf, batches.BatchTensor) and leaf.intact:
+                tagged[i], owners[id(leaf.batch)] = leaf, leaf.batch
+        batch: Any = next(iter(owners.values()), None)
+        if len(owners) > 1:
             why_not = why_not or "it was given rows of several batches"
         elif batch is None:
             why_not = why_not or _untagged(leaves)
@@ -251,7 +240,7 @@ class Invocation:
 
     def plain(self) -> Arguments:
         """Return (args, kwargs) with the data of every leaf, loaded where needed."""
-        if not (self.tagged or any(isinstance(leaf, BatchTensor) for leaf in self.leaves)):
+        if not (self.tagged or any(isinstance(leaf, batches.BatchTensor) for leaf in self.leaves)):
             return self.noted(self.given)
         return self.noted(self.rebuild(lambda _, leaf: plain(leaf)))
 
@@ -272,7 +261,7 @@ class Invocation:
                     return leaf.misses() if loaded is None else leaf.rows(mask, loaded)
             whole = plain(leaf)
             has_rows = whole.dim() and whole.shape[0] == self.batch.size
-            return take_rows(whole, mask) if has_rows else whole
+            return batches.take_rows(whole, mask) if has_rows else whole
 
         return self.rebuild(swap)
 
@@ -305,7 +294,7 @@ class Invocation:
         leaf = self.leaves[position]
         shape: tuple[Any, ...] = tuple(leaf.shape)
         lengths, tagged = self.batch.lengths, self.tagged.get(position)
-        if tagged is not None and tagged.chain and tagged.fold != Fold():
+        if tagged is not None and tagged.chain and tagged.fold != batches.Fold():
             return (tagged.fold, *shape[1:])
         if not shape or shape[0] != self.batch.size:
             return shape
@@ -318,7 +307,7 @@ class Invocation:
 
 def plain(leaf: Any) -> Any:
     """Return the data behind a leaf."""
-    if not isinstance(leaf, BatchTensor):
+    if not isinstance(leaf, batches.BatchTensor):
         return leaf
     with torch.inference_mode(False):  # an inference tensor has no version counter to compare
         return leaf.full()
@@ -334,7 +323,7 @@ def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def following(leaf: BatchTensor, lengths: Lengths) -> frozenset[int]:
+def following(leaf: batches.BatchTensor, lengths: batches.Lengths) -> frozenset[int]:
     """Return the dimensions of a loader's leaf, after what the loop did, that follow lengths."""
     padding, path = lengths.padding, leaf.leaf
     dims = frozenset(dim + 1 for dim, _ in padding.dims(path))
@@ -400,11 +389,11 @@ def _untagged(leaves: list[Any]) -> str:
     if not tensors:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
         return f"it was called with {kinds}, in which no tensor of an EgeriaLoader's batch is found"
-    known = next((leaf for leaf in tensors if isinstance(leaf, BatchTensor)), None)
+    known = next((leaf for leaf in tensors if isinstance(leaf, batches.BatchTensor)), None)
     if known is not None and known.has_rows_first:
         what = f"the loader's leaf {known.leaf!r} was changed in place after the loader gave it out"
-        return f"{what} ({lost_by()})" if lost_by() else what
-    lost = lost_by() or (
+        return f"{what} ({batches.lost_by()})" if batches.lost_by() else what
+    lost = batches.lost_by() or (
         "it is no tensor with a row for each sample out of an EgeriaLoader's batch (stack "
         "samples in the collate_fn; instead of `torch.autograd.Variable(x)` give `x`)"
     )

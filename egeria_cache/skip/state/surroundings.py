@@ -137,11 +137,9 @@ class Weights:
         # Whoever watches the run (`trace.py`) or computes in float64 has no part in this.
         # Nor have classes of tensors, where no mode is on.
         with (
-            torch._C.DisableTorchFunction(),
-            without_modes(),
-            torch.inference_mode(False),
+            torch._C.DisableTorchFunction(), without_modes(), torch.inference_mode(False),
             torch.no_grad(),
-        ):
+        ):  # fmt: skip
             for key, (name, held, grad) in self._kept.items():
                 tensor = held.tensor
                 if held.put_back(closely):
