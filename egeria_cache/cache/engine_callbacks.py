@@ -333,8 +333,9 @@ class EngineCallbacks(Status):
         was seen late (`unlink`).
         """
         self.counters.passing = self._counts.why_not = f"the frozen prefix changed ({reason})"
-        # A prefix that goes on changing is not news.
-        is_news = self.is_news("the prefix changed")
+        # What the first call has made is no news, nor is a prefix that goes on changing.
+        is_early = self.counters.num_calls <= 2 and self.is_news("the first call has made it")
+        is_news = not is_early and self.is_news("the prefix changed")
         level = logging.WARNING if is_news else logging.INFO
         log.log(level, "%s: cached activations are void", self.counters.passing)
         self.views.void(lambda view: True, unlink=unlink)

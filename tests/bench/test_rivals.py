@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,10 +37,6 @@ def test_schedules_follow_their_formula(
     policy: Policy, steps: Any, rows: Any, num_layers: int, expected: list[int]
 ) -> None:
     total = max(steps)
-    found = [
-        policy.observe(
-            Reading(step=s, num_layers=num_layers, lr=(0.1,), total_steps=total, values=rows.get(s))
-        )
-        for s in steps
-    ]
+    read = partial(Reading, num_layers=num_layers, lr=(0.1,), total_steps=total)
+    found = [policy.observe(read(step=s, values=rows.get(s))) for s in steps]
     assert found == expected

@@ -236,12 +236,8 @@ def zeroed(h):
         h.mul_(0)
 
 
-PAST = {
-    "mul_": zeroed,
-    **{
-        how: lambda h, write=WRITES[how]: write(h, 2.0) for how in ("its data", "numpy", "detached")
-    },
-}
+UNSEEN = "its data", "numpy", "detached"
+PAST = {"mul_": zeroed} | {k: lambda h, write=WRITES[k]: write(h, 2.0) for k in UNSEEN}
 
 
 def written_by_the_head(write):

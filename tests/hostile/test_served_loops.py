@@ -1,5 +1,6 @@
 """What can be served is served, and what is not is right: loops, each with its own habit."""
 
+import collections
 import contextlib
 import copy
 import threading
@@ -386,18 +387,27 @@ def test_a_moving_target_network_beside_the_front(run):
 
 def given(run, numbers):
     loss = numbered(lambda m, x, y, n: sum(ce(lambda x, k=k: m(x, k), x, y) for k in numbers(n)))
-    model = net(forward=lambda m, x, k: m.back(m.front(x * (1 + k))))
-    trained(run, loss, model=model, epochs=8)
+    trained(run, loss, model=net(forward=lambda m, x, k: m.back(m.front(x * (1 + k)))), epochs=8)
 
 
-def a_log_of_layers(run):
-    log, model = [], Net()
+class Meter:
+    total = 0.0
+
+    def add(self, value):
+        self.total = self.total + value
+        return value
+
+
+def a_log_of_layers(run, of):
+    log, meters, model = [], collections.defaultdict(Meter), Net()
     for name, module in model.named_children():
         module.register_forward_hook(
-            lambda m, x, y, name=name: log.append((name, y.detach().mean().item()))
+            lambda m, x, y, name=name: log.append(
+                (name, of(meters[name], y.detach().mean().item()))
+            )
         )
     trained(run, model=model)
-    run.see(len(log))
+    run.see([len(log), *(round(meter.total, 4) for meter in meters.values())])
 
 
 def a_rate_of_numpys(run):
@@ -426,7 +436,8 @@ AGAIN = {
     "four for each batch": lambda run: given(run, lambda n: range(4)),
     "an epoch that decides nothing": an_epoch_that_decides_nothing,
     "a negated weight": negated,
-    "a log of all layers": a_log_of_layers,
+    "a log of all layers": lambda run: a_log_of_layers(run, lambda meter, value: value),
+    "meters that the first call makes": lambda run: a_log_of_layers(run, Meter.add),
     "a rate of NumPy's for the head": a_rate_of_numpys,
     "many shapes": many_shapes,
 }

@@ -44,11 +44,9 @@ def address(plan: ReplayPlan, call: Invocation, guard: PrefixGuard, code: Code) 
             "shape": list(call.shape(position)[1:]),
             "dtype": str(tensor.dtype),
         }
-    arguments = {
-        path: repr(leaf) if isinstance(leaf, PLAIN) else digest(leaf)
-        for path, leaf in zip(paths, call.leaves, strict=True)
-        if not isinstance(leaf, Tensor)
-    }
+    pairs = zip(paths, call.leaves, strict=True)
+    plain = {path: one for path, one in pairs if not isinstance(one, Tensor)}
+    arguments = {p: repr(x) if isinstance(x, PLAIN) else digest(x) for p, x in plain.items()}
     arguments |= {paths[i]: f"any {kind_of(call.leaves[i])}" for i in plan.free}
     weights = "".join(f"{name}={content};" for name, content in guard.contents())
     pinned = {paths[i]: tensor_digest(tensor) for i, tensor in plan.pinned.items()}

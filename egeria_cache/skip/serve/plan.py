@@ -359,7 +359,8 @@ class PlanCache:
         if self._plans or (self._watch is not None and self._watch.changed() is None):
             return True
         self._refused.clear()
-        self._watch, self._rest = guard.anew(), self._wait
+        if self._num_dry_runs > 1:  # else the first call may have made what moved since
+            self._watch, self._rest = guard.anew(), self._wait
         return False
 
     def unpark(self) -> None:
