@@ -147,11 +147,9 @@ class ReplayPlan:
         """Return how the rows of the cached tensors follow the lengths of their samples."""
         if self.growth is None:
             return {}
-        return {
-            name: growth
-            for name, slot in self.slots().items()
-            if (growth := self.growth.of_rows(self.tensor_spec(slot), slot)) is not None
-        }
+        of, slots = self.growth.of_rows, self.slots().items()
+        found = {name: of(self.tensor_spec(slot), slot) for name, slot in slots}
+        return {name: growth for name, growth in found.items() if growth is not None}
 
     def fits(self, call: Invocation) -> bool:
         """Whether the inputs and modes are those that it was proved with."""
