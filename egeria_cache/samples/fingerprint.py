@@ -205,14 +205,15 @@ class Fingerprint:
         """Whether what has changed is a number that changes no sample of those that are known: that
         of an epoch, as like as not, and another one in the next; or a script's table of settings.
         """
-        root, _, name = path.partition(".")
-        held = [one.where for one in self._glance.places if one.path == path]
-        tables = (one for one in held if type(one) is dict and len(one) <= NUM_SAMPLES)
-        is_number = any({*map(type, one)} == {str} for one in tables)
+        held = {one.path: one.where for one in self._glance.places}
+        top, _, name = path.rpartition(".")
+        table = held.get(path, held.get(path.rpartition("[")[0]))
+        is_short = isinstance(table, dict) and len(table) <= NUM_SAMPLES
+        is_idle = is_short and {*map(type, table or ())} == {str}
         with Attempt():
-            value = attrgetter(name)(self._roots[root]) if root in self._roots else None
-            is_number |= isinstance(value, int | float | np.generic)
-        return is_number and not self._gives_others()
+            value = getattr(held.get(top), name, None)
+            is_idle |= isinstance(value, int | float | str | np.generic)
+        return is_idle and not self._gives_others()
 
     def is_due(self, now: float) -> bool:
         """Whether it is worth looking in the middle of a pass."""

@@ -484,6 +484,7 @@ def test_a_data_set_with_a_state_that_decides_nothing_is_served(run, make):
 
 
 TELLING = {
+    "its class": lambda data, epoch: setattr(type(data), "epoch", epoch),
     "a table": lambda data, epoch: TABLE.update(factor=1.0, epoch=epoch),
     "the data set": lambda data, epoch: data.set_epoch(epoch),
 }

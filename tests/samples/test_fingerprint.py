@@ -293,14 +293,9 @@ class Trainer:
         self.step, self.states, self.held = 0, {}, list(held)
 
 
-class Settings:
-    def __init__(self):
-        self.pad, self.calls = 0, 0
-
-
 @pytest.mark.parametrize("midway", [False, True])
 def test_what_has_moved_to_no_effect_is_asked_about_again_as_time_allows(midway):
-    settings = Settings()
+    settings = SimpleNamespace(pad=0, calls=0)
     source = source_of([1, 2], lambda x: default_collate(x) * (sum(vars(settings).values()) > 5))
     fingerprint = source.fingerprint
     assert str(fingerprint)
@@ -315,7 +310,8 @@ def training_within_reach():
     """Return a collate function that names what trains, and how that moves in training."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    trainer, settings, log = Trainer(model), Settings(), logging.getLogger("a test's")
+    trainer, log = Trainer(model), logging.getLogger("a test's")
+    settings = SimpleNamespace(pad=0, calls=0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     def collate(samples):
