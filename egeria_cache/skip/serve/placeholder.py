@@ -110,8 +110,7 @@ class LeftOut(NamedTuple):
         given what was left out alone.
         """
         kinds = set(map(type, self.leaves))
-        schema = getattr(self.function, "_schema", "SymInt")  # of an operator
-        if "SymInt" not in str(schema):
+        if "SymInt" not in str(getattr(self.function, "_schema", "SymInt")):  # of an operator
             kinds.discard(int)
         return kinds <= _NO_ROWS
 
@@ -124,7 +123,7 @@ class LeftOut(NamedTuple):
             args, kwargs = tree_map_only(_Mark, values.__getitem__, self.given)
         records, autocast = self.modes
         with torch.set_grad_enabled(records), contextlib.ExitStack() as modes:
-            if autocast or torch._C._is_any_autocast_enabled():
+            if autocast != (autocast_modes() if torch._C._is_any_autocast_enabled() else ()):
                 for kind, _ in autocast_modes():
                     modes.enter_context(torch.autocast(kind, enabled=False))
                 for kind, dtype in autocast:
