@@ -216,12 +216,8 @@ class Portrait(Snapshot):
         run = {name for name in methods if name.startswith("__") and name != "__init__"}
         others = (code for code in self._codes if id(code) not in ids)
         named = _named(run.union(*(names_in(code).all for code in others)), kinds)
-        unnamed = {
-            f"{path}.{name}"
-            for path, value in self._data_sets
-            if not is_installed(type(value))
-            for name in own_attributes(value).keys() - named
-        }
+        made = [(path, one) for path, one in self._data_sets if not is_installed(type(one))]
+        unnamed = {f"{p}.{name}" for p, one in made for name in own_attributes(one).keys() - named}
         # What else leads there may be read.
         again = self._met_again if unnamed else ()
         read = {one for one, other in again if not is_below(other, unnamed)}
