@@ -411,8 +411,6 @@ class SkipEngine:
             free = self._free.get(call.kinds(), frozenset()) if self._free else frozenset()
             key = () if call.why_not else call.key(free)
         is_plain = self.boundary is None or call.why_not is not None
-        if not is_plain:
-            self._compare()
         result = self._uncached(call) if is_plain else self._cached(call, key)
         # Half a microsecond a module: after 1, 2, 4, 8, ... calls.
         if self._is_held and not (self._is_told or self._num_calls & (self._num_calls + 1)):
@@ -434,6 +432,7 @@ class SkipEngine:
         return self._plainly(call)
 
     def _cached(self, call: Invocation, key: tuple[Any, ...]) -> Any:
+        self._compare()
         self.host.called()
         if not self._unserved.is_quiet:
             self._unserved.served(but=_KEPT if call.batch.was_computed else _ALL_NEW)
@@ -528,10 +527,9 @@ class SkipEngine:
             self.host.failed(error, call.batch)
             raise
         if isinstance(found, BoundaryError):
-            is_evaluation = self._is_evaluation()
             output = self._plainly(call)  # if it raises, it is the loop's: the next call is tried
             self._plans.refuse(key)
-            if is_evaluation:
+            if self._is_evaluation():
                 log.info("an evaluation is computed: %s", found)
             else:
                 self._tell_refused(found)
@@ -775,10 +773,9 @@ class SkipEngine:
     def _void(self, reason: str, guard: PrefixGuard) -> None:
         """What is stored is of another prefix; it may return, or another one be known."""
         self._voided |= {plan.cut for plan in self._plans.all() if plan.cut is not None}
-        if any(map(hook_of_training, self._held)):  # it has joined, and is refused in a moment
-            self._held.release()
-            self._is_held = False
-        if self._plans.park(guard) and reason != SEEN_LATE:
+        if has_joined := any(map(hook_of_training, self._held)):
+            self._held.release()  # and it is refused in a moment
+        if self._plans.park(guard) and reason != SEEN_LATE and not has_joined:
             return
         self._is_held = False  # other modules may run before the boundary now
         self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)

@@ -271,9 +271,7 @@ def relu_model(model, x):
 
 
 def with_forward_of_its_own():
-    model = Net()
-    plain = model.early.forward
-    model.early.forward = lambda x: plain(x) * 3
+    doubled("early", lambda m, plain: lambda x: plain(x) * 3)(model := Net())
     return model
 
 
@@ -297,12 +295,6 @@ def helped(kind):
 
     adjust = staticmethod(lambda x: x) if kind == "static" else lambda self, x: x
     return net(early=type("Helped", (nn.Linear,), {"forward": forward, "adjust": adjust})(6, 8))
-
-
-def call_operator():
-    model = layered(lambda layer, h: h)
-    type(model.early).__call__ = lambda self, x: nn.Linear.__call__(self, x)
-    return model
 
 
 class Base(nn.Linear):
@@ -346,7 +338,8 @@ FORWARDS = {
         at_the_class("early", "by", property(lambda self: 3.0)),
     ),
     "a call operator": (
-        call_operator, at_the_class("early", "__call__", lambda m, x: -nn.Linear.__call__(m, x)),
+        lambda: layered(lambda layer, h: h, __call__=lambda m, x: nn.Linear.__call__(m, x)),
+        at_the_class("early", "__call__", lambda m, x: -nn.Linear.__call__(m, x)),
     ),
     "an attribute of a base class": (derived, lambda m: setattr(Base, "factor", 2.0)),
 }  # fmt: skip
@@ -486,6 +479,17 @@ def test_a_hook_that_looks_on_and_is_made_again_for_each_batch_is_the_same(run):
 
     trained(run, loss)
     run.see(torch.stack(means))
+
+
+@hostile(served=True)
+def test_what_a_librarys_hooks_inside_collect_for_the_output_is_there(run):
+    """As attentions and routers' logits of Hugging Face's."""
+    found, front = [], nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    front[0].register_forward_hook(hook := lambda m, a, out: found.append(out))
+    hook.__module__ = "transformers"
+    both = lambda m, x: (found.clear(), m.back(m.front(x)), *found)[1:]  # noqa: E731
+    loss = lambda m, b: sum(F.cross_entropy(out, b[1]) for out in m(b[0]))  # noqa: E731
+    trained(run, loss, model=net(forward=both, middle=front))
 
 
 KEPT = {"some": torch.relu, "all": torch.neg, "places": lambda out: out.argmax(-1)}

@@ -100,11 +100,15 @@ def set_parameters(group: Any, parameters: list[Any]) -> None:
 
 def is_fsdps(hook: Any) -> bool:
     """Whether a hook is one of those by which a unit takes part in collectives."""
+    return home_of(hook).startswith(_HOME)
+
+
+def home_of(hook: Any) -> str:
+    """Return the module that a hook's code, or the class of its object, is of."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    home = getattr(hook if owner is None else type(owner), "__module__", None) or ""
-    return str(home).startswith(_HOME)
+    return str(getattr(hook if owner is None else type(owner), "__module__", ""))
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,7 @@ class DryRun:
     def _check_hooks(self, modules: list[nn.Module]) -> None:
         """Refuse what would be off in inference mode, and is no layer's own: noise by a hook."""
         for module in filter(mode_asked_for, modules):
-            hook = hook_of_training(module)
-            if hook is not None:
+            if (hook := hook_of_training(module)) is not None:
                 self.held.release()  # it is to do what it does
                 names = {id(one): name for name, one in self.model.named_modules()}
                 how = f"the hook {hook!r} of {names.get(id(module))!r} asks whether it trains"

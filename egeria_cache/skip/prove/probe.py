@@ -42,8 +42,8 @@ from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Source, pla
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace, bytes_of
+from egeria_cache.skip.state import watch
 from egeria_cache.skip.state.quiet import quietly_in
-from egeria_cache.skip.state.watch import OF_EVERY_MODULE, has_user_hooks, has_user_hooks_inside
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -104,15 +104,17 @@ class Prober:
         call = self.traced.call
         self.plan.leaf_names = {i: (path, "") for i, path in enumerate(call.layout.paths())}
         for i, step in enumerate(self.plan.steps):
-            for j in range(len(step.leaves)) if has_user_hooks(step.module) else ():
+            for j in range(len(step.leaves)) if watch.has_user_hooks(step.module) else ():
                 self._give(Source("step", step.name, i, j))
         for _ in range(_MAX_PROBES):
             copied = self.traced.copies.fresh()
             run = _ProbeRun(self, copied)
             try:
-                left, _ = self.traced.run(copied, run, run.input)
+                left, layout = self.traced.run(copied, run, run.input)
                 copied.call.lent.clear()  # they hold placeholders, as they were given
                 run.scene.finished = True
+                if layout != self.traced.result[1] and self._run_hooked(copied):
+                    continue
                 if escaped := {source for p in placeholders(left) for source in p.sources}:
                     raise Escape.at(escaped, "the model's output")
                 # The copied is still there, and so is what its hooks and attributes hold.
@@ -127,6 +129,16 @@ class Prober:
                 if not self._resolve(escape, run):
                     raise BoundaryError(str(escape)) from escape
         raise BoundaryError.not_proved(self.plan.boundary, "too much crosses the boundary")
+
+    def _run_hooked(self, copied: ModelCopy) -> bool:
+        """Skip no module with hooks inside, a library's too, that the output shows to be missed (of
+        attentions, say); whether there is any.
+        """
+        progress = False
+        for step in self.plan.steps:
+            if not step.run and watch.has_hooks_inside(copied.of(step.module), watch.own_hooks):
+                step.run, step.cached, step.constants, progress = True, set(), {}, True
+        return progress
 
     def _can_wait(self, run: _ProbeRun, copied: ModelCopy) -> bool:
         """Whether what is left out comes out the same when it is computed late, as the head may
@@ -217,7 +229,7 @@ class _ProbeRun(ReplayRun):
         index, step = self.position, self.plan.steps[self.position]
         if step.run:
             given = placeholders((args, kwargs))
-            if given and has_user_hooks_inside(step.module):  # somebody reads what goes on inside
+            if given and watch.has_hooks_inside(step.module):  # somebody reads what goes on inside
                 raise Escape.at((source for p in given for source in p.sources), step.name)
             return
         for position, leaf in enumerate(tree_leaves((args, kwargs))):
@@ -299,7 +311,7 @@ def note_reads(
 
 def _may_count(key: str) -> bool:
     """Whether an attribute of a module is not one that every module has, or all its children."""
-    return key == "_modules" or (key not in OF_EVERY_MODULE and not hasattr(nn.Module, key))
+    return key == "_modules" or (key not in watch.OF_EVERY_MODULE and not hasattr(nn.Module, key))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from egeria_cache.skip.serve.dynamic_shapes import ENOUGH, OutputAxis
 from egeria_cache.skip.serve.placeholder import Unavailable
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
-from egeria_cache.skip.state.watch import has_user_hooks_inside
+from egeria_cache.skip.state.watch import has_hooks_inside
 
 _MAX_ALONE = 8
 """Samples that are run alone where the prefix branches on values."""
@@ -153,7 +153,7 @@ def _draft(traced: TracedBatch, parts: Sequence[Recomputed], coarsest: float) ->
             _describe(traced, name, a, coarsest, [(part.leaves[i][j], part.rows) for part in parts])
             for j, a in enumerate(leaves)
         ]
-        run = has_user_hooks_inside(record.module) or trainable(record.module) is not None
+        run = has_hooks_inside(record.module) or trainable(record.module) is not None
         steps.append(StepPlan(record.module, name, spec, described, run=run))
     last = steps[-1]
     tensors = [j for j, leaf in enumerate(last.leaves) if isinstance(leaf, TensorSpec)]

@@ -17,16 +17,15 @@ from egeria_cache.skip.model.fsdp import casts_of
 from egeria_cache.skip.serve.call import PLAIN, Invocation, autocast_modes, kind_of
 from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.state.guards import PrefixGuard
-from egeria_cache.skip.state.watch import hooks_of, watched_attributes
+from egeria_cache.skip.state.watch import hooks_of, own_tensors, watched_attributes
 
 
 def prefix_tensors(plan: ReplayPlan) -> list[Named]:
     """Return (qualified name, owner, tensor) of all that the skipped modules compute with."""
     found: dict[int, Named] = {}
     for name, module in plan.skipped_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                found.setdefault(id(tensor), (f"{name}.{key}" if name else key, module, tensor))
+        for key, tensor in own_tensors(module):
+            found.setdefault(id(tensor), (f"{name}.{key}" if name else key, module, tensor))
     for named in plan.reads:
         found.setdefault(id(named[2]), named)
     return list(found.values())

@@ -31,7 +31,7 @@ from egeria_cache.attempt import Attempt
 from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import LEADS, PLAIN, Code, describe, digest, own_dict, own_slots
 from egeria_cache.skip.model.calls import ForwardSlot
-from egeria_cache.skip.model.fsdp import is_fsdps, is_mark
+from egeria_cache.skip.model.fsdp import home_of, is_fsdps, is_mark
 
 _MAX_VALUES = 20_000
 """Values inside of containers and objects that are laid out; beyond it they are not looked into."""
@@ -109,7 +109,7 @@ class Layout:
         """Lay out all of a skipped module."""
         self.lay_out(name, module, vars(module))
         self.live += ((name, vars(module)[slot]) for slot in _SLOTS)
-        for key, tensor in _own_tensors(module):
+        for key, tensor in own_tensors(module):
             self._look_at_read(f"{name}.{key}", tensor, _beside(tensor))
         self.live += ((f"a hook of {name!r}", vars(module)[slot].values()) for slot in HOOKS)
         for key, value in watched_attributes(module).items():
@@ -267,7 +267,7 @@ class Layout:
             return
         for part in module.modules():
             if id(part) not in self._code.inside:  # of the model others see to that
-                self.tensors += [(f"{where}.{key}", one) for key, one in _own_tensors(part)]
+                self.tensors += [(f"{where}.{key}", one) for key, one in own_tensors(part)]
         self._look_at_read(where, module, watched_attributes(module))
 
     def _look_into_object(self, where: str, value: Any) -> None:
@@ -319,7 +319,8 @@ class Layout:
             self.looks += ((f"{where}.{key}", partial(own.get, key)) for key in read)
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of a module's own parameters and buffers."""
     both = chain(module._parameters.items(), module._buffers.items())
     return [(key, tensor) for key, tensor in both if tensor is not None]
 
@@ -431,9 +432,9 @@ def has_user_hooks(module: nn.Module) -> bool:
     return any(map(_is_users, own_hooks(module)))
 
 
-def has_user_hooks_inside(module: nn.Module) -> bool:
+def has_hooks_inside(module: nn.Module, counted: Callable[..., Any] = has_user_hooks) -> bool:
     """Whether one below it has such hooks: they fire only if the module runs."""
-    return any(has_user_hooks(m) for m in module.modules() if m is not module)
+    return any(counted(m) for m in module.modules() if m is not module)
 
 
 def hook_of_training(module: nn.Module) -> str | None:
@@ -461,8 +462,4 @@ def _asks_for_training(function: FunctionType, depth: int = 2) -> bool:
 
 
 def _is_users(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", None)
-    kind = type(owner) if owner is not None else hook if hasattr(hook, "__code__") else type(hook)
-    return not pystate.is_library(getattr(kind, "__module__", None))
+    return not pystate.is_library(home_of(hook))
