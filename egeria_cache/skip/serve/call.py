@@ -157,7 +157,7 @@ def _put(node: Any, content: Mapping[Any, Any]) -> None:
             object.__setattr__(node, key, value)
 
 
-WANTS_GRADIENT = "an input requires grad, and its gradient leads through the frozen front"
+WANTS_GRADIENT = "an argument requires grad, and its gradient may lead through the front"
 
 
 @dataclass(frozen=True, slots=True)
