@@ -197,11 +197,11 @@ class EngineCallbacks(Status):
         is_missing = entry is not None and entry.cut is cut and rows is not None
         if not is_missing and view.contains(ids, draws).all():
             return
-        kept = _kept(view, batch, mask)
+        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(mask))
+        kept = _kept(view, batch, mask, lengths)
         if changed := [path for path, values in kept.items() if values is None]:
             self._counts.why_not = f"the loop writes to leaf {changed[0]!r} before the model is run"
             return
-        lengths = None if batch.lengths is None else batch.lengths.select(np.flatnonzero(mask))
         named = record(cut, tensors, kept, lengths)
         replaces = source.superseded(draws)
         view.generation.put_batch(ids, named, variant=draws, replaces=replaces)
@@ -450,14 +450,14 @@ class EngineCallbacks(Status):
             self.counters.tell(why, "what is compiled goes uncached: %s")
 
 
-def _kept(view: View, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
+def _kept(view: View, batch: Batch, rows: np.ndarray, lengths: Any) -> dict[str, Any]:
     """Return what is stored beside the masked rows; None for what the loop has written to."""
     if PRINT not in view.kept:
         return {path: batch.rows_of(path, rows) for path in view.kept}
     read = {path: batch.rows_of(path, rows) for path in sorted(view.cut.read)}
     if changed := {path: values for path, values in read.items() if values is None}:
         return changed
-    return {PRINT: samples.row_prints(list(read.values()))}  # type: ignore[arg-type]
+    return {PRINT: samples.row_prints(read, lengths)}
 
 
 def _cause(error: Exception) -> Any:

@@ -165,7 +165,8 @@ class Assembly:
         source, study, lengths = self._source, self._source.study, None
         entry, plan.entry = plan.entry, None
         if studies:
-            if study.look_for_padding(plan.task, leaves):
+            is_new, views = study.look_for_padding(plan.task, leaves), self.cache.views
+            if is_new and any(v.padding != study.padding for v in views.of(source.key)):
                 self.cache.void(source.key, unlink=True)
             if (shared := _shared(leaves)) is not None:
                 raise EgeriaError(_SHARED.format(shared))
@@ -180,7 +181,7 @@ class Assembly:
                 f"a batch is {lengths.whole} long, and its longest samples {lengths.own.max(0)}: "
                 "the collate_fn cuts samples, packs them, or pads them to another length",
             )
-        plan.entry = self._still_true(entry, leaves)
+        plan.entry = self._still_true(entry, leaves, lengths)
         batch = self._batch(plan, leaves, structure, {}, lengths)
         if plan.control is not None and study.padding is not None:
             with Attempt():
@@ -225,12 +226,16 @@ class Assembly:
                 tagged[path] = BatchTensor.wrap(rows, batch, path)
         return tagged
 
-    def _still_true(self, entry: PlannedEntry | None, leaves: Leaves) -> PlannedEntry | None:
+    def _still_true(
+        self, entry: PlannedEntry | None, leaves: Leaves, lengths: Lengths | None
+    ) -> PlannedEntry | None:
         """Return the hits of a loaded batch if the front would read what it read for them."""
         if entry is None or PRINT not in entry.view.kept or not entry.ready():
             return None
+        if entry.view.padding != (None if lengths is None else lengths.padding):
+            return None
         with Attempt():  # a leaf may be of another kind than it was
-            prints = row_prints([leaves[path] for path in sorted(entry.view.cut.read)])
+            prints = row_prints({p: leaves[p] for p in sorted(entry.view.cut.read)}, lengths)
             if torch.equal(entry.kept[PRINT], prints[entry.hit]):  # type: ignore[arg-type]
                 return entry
         self.cache.draws_count(self._source)

@@ -39,10 +39,15 @@ def same_values(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def row_prints(leaves: Sequence[Tensor]) -> Tensor:
-    """Return a print of each row of some dense tensors on the host: int64, shape (B, 1)."""
-    flat = (batch.unwrap(leaf).detach().contiguous().reshape(len(leaf), -1) for leaf in leaves)
-    rows = [one.view(torch.uint8).numpy() for one in flat]
+def row_prints(leaves: Mapping[str, Any], lengths: Lengths | None) -> Tensor:
+    """Return a print of each row of some dense tensors on the host, without its padding: int64,
+    shape (B, 1).
+    """
+    rows: list[Any] = [] if lengths is None else [np.ascontiguousarray(lengths.own)]
+    for path, leaf in leaves.items():
+        whole = batch.unwrap(leaf).detach()
+        each = whole if lengths is None else lengths.rows(path, whole)
+        rows.append([one.flatten().contiguous().view(torch.uint8).numpy() for one in each])
     prints = np.zeros((len(rows[0]), 1), np.uint64)
     for row in range(len(prints)):
         for leaf in rows:

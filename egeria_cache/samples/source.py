@@ -206,7 +206,7 @@ class LoaderSource:
 
     def _has_prints(self, batch: Batch, read: frozenset[str]) -> bool:
         leaves = [batch.leaves.get(path) for path in read]
-        return (batch.lengths, self.study.company) == (None, None) and all(
+        return self.study.company is None and all(
             isinstance(one, Tensor) and is_rows(one, batch.size) and one.is_cpu for one in leaves
         )
 
@@ -214,7 +214,7 @@ class LoaderSource:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
         self.is_restless &= is_known or not self.is_idle
-        why = f"{RESTLESS}, and the frozen front reads what is padded, or no rows"
+        why = f"{RESTLESS}, and the front reads what company makes, or no rows"
         return None if is_known or not self.is_restless else why
 
     def be_restless(self, *, is_idle: bool) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import types
 import weakref
-from functools import partial
 from itertools import chain, count, cycle
 
 import numpy as np
@@ -541,11 +540,27 @@ def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
     run.fit(model, run.loader(data, collate_fn=Labelling(model, False)), 5)
 
 
+def padded(value):
+    """Return a net whose head leaves out zeros, and a collate function that pads with a value."""
+    seen = lambda x, h: (h * (x != 0)).sum(1) / (x != 0).sum(1)  # noqa: E731
+    model = net(early=nn.Linear(1, 8), forward=lambda m, x: m.back(seen(x, m.front(x))))
+
+    def collate(samples):
+        x, *others = zip(*samples, strict=True)
+        x = nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=value[0])
+        return x, *map(torch.stack, others)
+
+    return {"model": model, "collate_fn": collate}
+
+
 @hostile(served=True)
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(("workers", "midway"), [(0, False), (2, False), (0, True)])
-def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers, midway):
-    data = made(lambda d, i: (d.x[i], d.y[i], d.weights[i]), weights=torch.ones(24))
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("workers", "midway", "pads"), [(0, 0, True), (0, 0, False), (2, 0, False), (0, 1, False)]
+)
+def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers, midway, pads):
+    x = lambda d, i: d.x[i, : 3 + i % 4, None] if pads else d.x[i]  # noqa: E731
+    data = made(lambda d, i: (x(d, i), d.y[i], d.weights[i]), weights=torch.ones(24))
 
     def loss(model, batch):
         value = cross_entropy(model, batch[:2]) * batch[2].mean()
@@ -553,24 +568,15 @@ def test_what_the_front_does_not_read_may_change_in_every_epoch(run, workers, mi
         return value
 
     each_epoch = lambda model, epoch: data.weights.mul_(1.0 if midway else 0.9)  # noqa: E731
-    trained(run, loss, data=data, num_workers=workers, epochs=8, each_epoch=each_epoch)
+    kwargs = padded([0.0]) if pads else {"num_workers": workers}
+    trained(run, loss, data=data, epochs=8, each_epoch=each_epoch, **kwargs)
 
 
 @hostile
 def test_another_value_that_pads_is_another_padding(run):
-    """The head leaves out zeros."""
     value, data = [0.0], made(lambda d, i: (d.x[i, : 3 + i % 4, None], d.y[i]))
-    seen = lambda x, h: (h * (x != 0)).sum(1) / (x != 0).sum(1)  # noqa: E731
-    model = net(early=nn.Linear(1, 8), forward=lambda m, x: m.back(seen(x, m.front(x))))
-    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-
-    def collate(samples):
-        return pad([x for x, _ in samples], padding_value=value[0]), torch.stack(
-            [y for _, y in samples]
-        )
-
     each_epoch = lambda model, epoch: value.__setitem__(0, float(epoch > 3))  # noqa: E731
-    trained(run, model=model, data=data, collate_fn=collate, epochs=8, each_epoch=each_epoch)
+    trained(run, data=data, epochs=8, each_epoch=each_epoch, **padded(value))
 
 
 @hostile(told="changes again and again")
