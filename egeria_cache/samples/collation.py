@@ -49,9 +49,8 @@ def row_prints(leaves: Mapping[str, Any], lengths: Lengths | None) -> Tensor:
         each = whole if lengths is None else lengths.rows(path, whole)
         rows.append([one.flatten().contiguous().view(torch.uint8).numpy() for one in each])
     prints = np.zeros((len(rows[0]), 1), np.uint64)
-    for row in range(len(prints)):
-        for leaf in rows:
-            prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
+    for row, leaf in itertools.product(range(len(prints)), rows):
+        prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
     return torch.from_numpy(prints.view(np.int64))
 
 

@@ -208,8 +208,8 @@ class Fingerprint:
         held = {one.path: one.where for one in self._glance.places}
         top, _, name = path.rpartition(".")
         table = held.get(path, held.get(path.rpartition("[")[0]))
-        is_short = isinstance(table, dict) and len(table) <= NUM_SAMPLES
-        is_idle = is_short and {*map(type, table or ())} == {str}
+        some = table if isinstance(table, dict) and len(table) <= NUM_SAMPLES else ()
+        is_idle = {*map(type, some)} == {str}
         with Attempt():
             value = getattr(held.get(top), name, None)
             is_idle |= isinstance(value, int | float | str | np.generic)

@@ -542,15 +542,14 @@ def test_a_model_that_trains_and_labels_nothing_is_no_data(run, where):
 
 def padded(value):
     """Return a net whose head leaves out zeros, and a collate function that pads with a value."""
-    seen = lambda x, h: (h * (x != 0)).sum(1) / (x != 0).sum(1)  # noqa: E731
-    model = net(early=nn.Linear(1, 8), forward=lambda m, x: m.back(seen(x, m.front(x))))
+    seen = lambda m, x: m.back((m.front(x) * (x != 0)).sum(1) / (x != 0).sum(1))  # noqa: E731
 
     def collate(samples):
         x, *others = zip(*samples, strict=True)
         x = nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=value[0])
         return x, *map(torch.stack, others)
 
-    return {"model": model, "collate_fn": collate}
+    return {"model": net(early=nn.Linear(1, 8), forward=seen), "collate_fn": collate}
 
 
 @hostile(served=True)

@@ -286,13 +286,6 @@ def test_what_a_function_is_made_of_is_seen_in_mid_pass_at_a_glance(part):
     assert source.fingerprint.changed(midway=True)
 
 
-class Trainer:
-    """Holds what trains, as Accelerate's accelerator does, and moves with every step."""
-
-    def __init__(self, *held):
-        self.step, self.states, self.held = 0, {}, list(held)
-
-
 @pytest.mark.parametrize("midway", [False, True])
 def test_what_has_moved_to_no_effect_is_asked_about_again_as_time_allows(midway):
     settings = SimpleNamespace(pad=0, calls=0)
@@ -310,7 +303,7 @@ def training_within_reach():
     """Return a collate function that names what trains, and how that moves in training."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    trainer, log = Trainer(model), logging.getLogger("a test's")
+    trainer, log = SimpleNamespace(step=0, states={}, held=[model]), logging.getLogger("a test's")
     settings = SimpleNamespace(pad=0, calls=0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
