@@ -277,7 +277,8 @@ class Fingerprint:
     def _look_at(self, indices: list[int], before: Portrait | None = None) -> Look:
         started = time.perf_counter()
         seen: Look = self._source.look_at(indices, before)
-        self._sample_s = (time.perf_counter() - started) / max(len(indices), 1)
+        took = time.perf_counter() - started  # once it may be another program's time
+        self._sample_s = min(self._sample_s, took / max(len(indices), 1))
         return seen
 
     def _take(self) -> str:
