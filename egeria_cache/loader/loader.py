@@ -426,11 +426,8 @@ class EgeriaLoader(DataLoader[T_co]):
         self.cache.api.void(self.source.key, unlink=midway, is_outdated=True)
 
     def _worker_options(self) -> dict[str, Any]:
-        return {
-            "timeout": self.timeout,
-            "worker_init_fn": self.worker_init_fn,
-            "multiprocessing_context": self.multiprocessing_context,
-        }
+        names = "timeout", "worker_init_fn", "multiprocessing_context"
+        return {name: getattr(self, name) for name in names}
 
     def _enter(self, epoch: int, last: resume.Progress) -> tuple[int, int]:
         """Return how far the random draws of a pass are ahead of its epoch, and `Clock.since`.

@@ -50,11 +50,8 @@ class Pass:
                 with suppress(TypeError, NotImplementedError):  # nobody knows
                     num_batches = len(loader)
                 cache.begins(self._source.key, progress.epoch, num_batches)
-        prefetcher = Prefetcher(
-            None if cache is None else cache.readers,
-            ring_batches=0 if cache is None else cache.ring_batches,
-            pin_memory=loader.pin_memory,
-        )
+        readers, ahead = (None, 0) if cache is None else (cache.readers, cache.ring_batches)
+        prefetcher = Prefetcher(readers, ring_batches=ahead, pin_memory=loader.pin_memory)
         self._planner = planner = Planner(
             batches, loader.source, progress.clock, cache, outlook, prefetcher, self._beside,
             progress, progress.yielded, num_foreseeable(loader.batch_sampler),

@@ -357,12 +357,9 @@ class LoaderSource:
         """Collate the first sample twice: every leaf must have two rows then, or stay as it is."""
         twice = batch.context.task.at([0, 0])
         leaves = flatten(self.load(twice), 2)[1]
-        return leaves.keys() == batch.leaves.keys() and all(
-            self._agrees(batch, path, leaf, 2)
-            if path in batch.context.constants
-            else is_rows(leaf, 2)
-            for path, leaf in leaves.items()
-        )
+        fixed, pairs = batch.context.constants, leaves.items()
+        alike = (self._agrees(batch, p, x, 2) if p in fixed else is_rows(x, 2) for p, x in pairs)
+        return leaves.keys() == batch.leaves.keys() and all(alike)
 
     def _agrees(self, batch: Batch, path: str, other: Any, size: int) -> bool:
         """Whether a leaf without rows is the same in another batch, or counts its samples."""
