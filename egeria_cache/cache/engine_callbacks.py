@@ -106,8 +106,11 @@ class EngineCallbacks(Status):
             why = f"{samples.RESTLESS}, and so does now what the frozen front reads of it"
             self.leave_uncached(source.key, why, unlink=True)
             return
+        was_idle = source.is_restless
         source.unsettle()
         self.void(source.key, unlink=False)
+        if was_idle:
+            self.data_changed(source.key, "what the frozen front reads", unlink=False)
 
     def void(self, loader_name: str, *, unlink: bool, is_outdated: bool = False) -> None:
         """Serve nothing that is stored for a loader; its next batches open generations anew."""
