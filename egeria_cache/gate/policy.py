@@ -59,8 +59,9 @@ _NUM_ASKED = 4
 perhaps."""
 _BETWEEN_VERDICTS = 8
 """Served batches; a verdict takes longer than any other part of the gate."""
-_OUTLIER = 8.0
-"""Steps of more than so many typical ones count as that many: someone saved a checkpoint."""
+_OUTLIER, _SLOW = 8.0, 2.0
+"""Steps of more than so many typical ones count as that many in what was saved, for somebody saved
+a checkpoint; and where served ones are compared with a few computed ones that had no such luck."""
 
 
 class Counters:
@@ -258,7 +259,7 @@ class StepTimer:
         served = np.array(self._recent.get("served", ()))
         if len(served) < _MIN_SERVED or not self._computed_s:
             return True, "until there is enough to compare"
-        served = np.minimum(served, _OUTLIER * np.median(served))
+        served = np.minimum(served, _SLOW * np.median(served))
         per_sample = float(served.mean())
         text = (
             f"{per_sample * 1e6:,.0f} us a sample from the cache, "

@@ -70,8 +70,8 @@ def test_without_experience_skipping_goes_on():
 
 
 def test_a_few_slow_steps_do_not_decide():
-    timer = timer_of(1.0, 0.5, num_served=60)
-    for _ in range(4):
+    timer = timer_of(1.0, 0.7, num_served=24)
+    for _ in range(6):
         timer.step("served", 1000, 8)
     assert timer.verdict[0]
 
