@@ -149,8 +149,7 @@ class Op:
             return after._is_view()
         if self.func is Tensor.clone or self.kwargs.get("copy"):
             return False
-        geometry = (before.dtype, before.stride())
-        return geometry == (after.dtype, after.stride())
+        return (before.dtype, before.stride()) == (after.dtype, after.stride())
 
     def run(self, data: Tensor, loaded: Leaves | None = None) -> Tensor:
         """Apply the operation to some rows (or, without moving it, to a meta tensor).

@@ -215,8 +215,7 @@ class Layout:
     @cached_property
     def packed(self) -> bytes:
         """The bytes that stand for it: JSON."""
-        fields = [one.told() for one in self.fields]
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return json.dumps([one.told() for one in self.fields], separators=(",", ":")).encode()
 
     def sealed(self, identity: int) -> bytes:
         """Return the same behind its hash, which no other generation's has."""
