@@ -100,8 +100,8 @@ def plainly(model: Encoder, data: Any, epochs: int, bar: Any) -> Run:
 
 
 def cached(model: Encoder, data: Any, epochs: int, bar: Any, directory: str) -> tuple[Run, Any]:
-    """Train with the cache: two lines, and its directory."""
-    with ActivationCache(model, directory, "auto") as cache:  # +
+    """Train with the cache: two lines, and its directory; so short a run would else be computed."""
+    with ActivationCache(model, directory, "auto", gate="always") as cache:  # +
         loader = EgeriaLoader(data, BATCH_SIZE, shuffle=True, collate_fn=pad, cache=cache)  # +
         found = run(model, loader, epochs, bar, cache)
         cache.flush()
@@ -159,7 +159,6 @@ def main(argv: list[str] | None = None) -> int:
         f"{own / 1e3:.1f} kB a sample are stored; padded to the longest they would be about "
         f"{rest / 1e3:.1f} kB, {rest / own:.1f} times as many"
     )
-    console.print("(samples that were no hits after epoch 0: batches computed to see if hits pay)")
     if stats.why_not:
         console.print(f"not everything was cached: {stats.why_not}")
     return int(worst > 1e-5)

@@ -2,7 +2,8 @@
 
 The commonest real use. A small ResNet learns the digits 0-4; its backbone is frozen, and a new head
 learns all ten digits on top of it. The first epoch fills the cache; from the second on neither the
-images nor the backbone are touched.
+images nor the backbone are touched. So small a backbone would hardly win back its proof in six
+epochs, and `gate="always"` does not wait to see whether it does.
 
 Run `python examples/frozen_backbone.py [--cache DIR]`; with a directory, a second run starts with
 every sample a hit.
@@ -60,10 +61,12 @@ def main(argv: list[str] | None = None) -> int:
         parameter.requires_grad_(name.startswith("head."))
         parameter.grad = None
 
-    train_set = Digits(train=True)
+    train_set = Digits(train=True, augment=False)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ActivationCache(model, args.cache or scratch, boundary="layer3") as cache,  # +
+        ActivationCache(
+            model, args.cache or scratch, boundary="layer3", gate="always"
+        ) as cache,  # +
     ):
         train = EgeriaLoader(train_set, 64, shuffle=True, cache=cache)  # +
         test = EgeriaLoader(Digits(train=False), 64, cache=cache, name="test")  # +
