@@ -182,7 +182,8 @@ class Pass:
         There is nothing to plan while nothing is frozen, or proved as yet: the way through the
         inner DataLoader would cost 10 us a batch, a tenth of a cheap one.
         """
-        self._note_step()
+        if self._steps:
+            self._note_step()
         planner, progress, source = self._planner, self._planner.progress, self._source
         number, batches = planner.next_number, planner.drawn()
         if not batches:
@@ -194,7 +195,9 @@ class Pass:
             samples = source.samples.load(plan.task)
         batch = source.collate(samples)
         if self._cache is not None and self._cache.boundary is not None:
-            self._cache.counters.batch(len(batches[0]), None)
+            counts = self._cache.counters.counts
+            counts.misses += len(batches[0])
+            counts.miss_batches += 1
         progress.sampler, progress.yielded = state, progress.yielded + 1
         return batch
 

@@ -97,8 +97,7 @@ class HarmEstimate(Remembered):
 
     def _window(self) -> list[Movement]:
         """Return the last third."""
-        lately = self._movements[-max(LEAST_IN_WINDOW, self.seen // 3) :]
-        return [Movement(*row) for row in lately]
+        return [Movement(*row) for row in self._movements[-max(LEAST_IN_WINDOW, self.seen // 3) :]]
 
     def shares(self, frozen: int) -> list[float] | None:
         """Return phi_k for every k: the part of the fall that layers `frozen` to k - 1 bring, with

@@ -68,8 +68,7 @@ def sp_loss(train_act: Tensor, ref_act: Tensor) -> Tensor:
             "sp_loss compares pairs of the same samples: the batch sizes must be equal, and at "
             f"least 2; got shapes {shape} and {other}"
         )
-    difference = _similarity(train_act) - _similarity(ref_act)
-    return difference.square().sum() / shape[0] ** 2
+    return (_similarity(train_act) - _similarity(ref_act)).square().sum() / shape[0] ** 2
 
 
 def _similarity(act: Tensor) -> Tensor:

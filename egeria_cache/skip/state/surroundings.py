@@ -97,8 +97,7 @@ class Surroundings:
 
     def _is_beyond(self, value: Any) -> bool:
         """Whether it is a module of the model, or what no forward of a frozen front writes to."""
-        is_own = isinstance(value, nn.Parameter) or id(value) in self._own
-        return is_own or MODELS.lets_be(value)
+        return isinstance(value, nn.Parameter) or id(value) in self._own or MODELS.lets_be(value)
 
     def _roots(self) -> list[Any]:
         return [*self._functions, *_global_hooks(), *self._of_modules]
