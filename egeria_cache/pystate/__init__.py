@@ -18,6 +18,7 @@ from egeria_cache.pystate.objects import (
     CODE,
     DATA,
     MODELS,
+    OF_EVERY_OBJECT,
     Reach,
     StandIn,
     attributes_held,
@@ -35,16 +36,17 @@ from egeria_cache.pystate.objects import (
     own_attributes,
     own_dict,
     own_slots,
+    unreadable,
 )
 from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, RandomState, led_to
 from egeria_cache.pystate.snapshot import Moved, Snapshot
 
 __all__ = [
-    "CODE", "DATA", "LEADS", "MODELS", "PLAIN", "Code", "Content", "Copier", "Moved", "Names",
-    "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot", "StandIn",
-    "attributes_held", "bases_of", "describe", "digest", "entries", "found_in", "functions_of",
-    "has_settings", "in_class", "is_below", "is_beyond", "is_compiled", "is_in_shared_memory",
-    "is_installed_code", "is_library", "is_put_back", "is_shared", "is_standard", "is_value",
-    "leaf_print", "led_to", "names_in", "outside_state", "own_attributes", "own_dict", "own_slots",
-    "reached", "tensor_digest",
+    "CODE", "DATA", "LEADS", "MODELS", "OF_EVERY_OBJECT", "PLAIN", "Code", "Content", "Copier",
+    "Moved", "Names", "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot",
+    "StandIn", "attributes_held", "bases_of", "describe", "digest", "entries", "found_in",
+    "functions_of", "has_settings", "in_class", "is_below", "is_beyond", "is_compiled",
+    "is_in_shared_memory", "is_installed_code", "is_library", "is_put_back", "is_shared",
+    "is_standard", "is_value", "leaf_print", "led_to", "names_in", "outside_state",
+    "own_attributes", "own_dict", "own_slots", "reached", "tensor_digest", "unreadable",
 ]  # fmt: skip

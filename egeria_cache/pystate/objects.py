@@ -422,3 +422,30 @@ CODE = Reach(
 """The same, but for modules, and the code that finds it."""
 DATA = Reach(_is_beyond_data, 1024, 4096, 64, 1 << 20)
 """What loading samples may move; a larger array is data."""
+
+
+OF_EVERY_OBJECT = {*dir(object)} - {
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
+    "__format__", "__sizeof__", "__setattr__", "__delattr__", "__reduce_ex__", "__dir__",
+}  # fmt: skip
+"""What has nothing to do with what an object holds."""
+
+
+def unreadable(kind: type) -> Any:
+    """Return what passes for a value of this kind, and has none: whatever asks for it fails."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LookupError("it is read")
+
+    def goes_on(self: Any, *others: Any) -> Any:
+        return self if all(isinstance(one, int | float) for one in others) else refuse()
+
+    own = (name for name in dir(kind) if name not in OF_EVERY_OBJECT)
+    asked: dict[str, Any] = {name: refuse for name in own if callable(getattr(kind, name, None))}
+    asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
+    asked |= {"__bool__": refuse, "__class__": property(lambda _: kind)}
+    return type("Unreadable", (), asked)()
+
+
+_ARITHMETIC = {f"__{r}{name}__" for name in ("add", "sub", "mul", "truediv") for r in ("", "r")}
+"""What only makes another number of numbers."""

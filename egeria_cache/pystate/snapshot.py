@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from threading import local
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -359,23 +359,18 @@ def _row_ahead(once: Any, twice: Any, by: int, *, wholly: bool) -> Any:
     return tuple(parts) if isinstance(twice, tuple) else parts
 
 
-class _Word(str):
-    """What another call might have added to a log: who asks which word it is, reads that."""
-
-    def __eq__(self, other: object) -> NoReturn:
-        raise LookupError("it is read")
-
-    __hash__ = __eq__  # type: ignore[assignment]
-
-
 def _another(one: Any, by: int) -> Any:
-    """Return what a log might get from another call."""
+    """Return what a log might get from another call: who asks which word it is, reads that."""
     if type(one) is dict:
         return {key: _another(part, by) for key, part in one.items()}
     if type(one) in (list, tuple):
         return type(one)(_another(part, by) for part in one)
-    is_number = type(one) in (int, float) or (isinstance(one, Tensor) and one.is_floating_point())
-    return _Word(one) if type(one) is str else one + (by if by & 1 else -by) if is_number else one
+    if isinstance(one, str):
+        return objects.unreadable(str)
+    further = by if by & 1 else -by
+    if isinstance(one, np.ndarray | np.number) and one.dtype.kind in "iufc":
+        return one + np.asarray(further).astype(one.dtype)
+    return one + further if isinstance(one, Tensor) or type(one) in (int, float) else one
 
 
 def _counts(once: Any, twice: Any) -> bool:

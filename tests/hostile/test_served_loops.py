@@ -446,13 +446,11 @@ AGAIN = {
 LOG = []
 
 
-@hostile(over={"words": ["good", "bad"], "numbers": [0.0, 1.0]})
+@hostile(over={"words": ["good", "bad"], "numbers": [0.0, 1.0], "tensors": torch.arange(2)})
 def test_a_log_that_the_front_reads_is_no_count(run, entries):
     LOG[:] = entries[:1]
-    model = net(front=lambda m, x: Net.front(m, x * (1 + (LOG[-1] == entries[1]))))
-    model.late.register_forward_hook(
-        lambda m, x, y: LOG.append(entries[int(y.detach().mean() > 0)])
-    )
+    model = net(front=lambda m, x: Net.front(m, x * (1 + bool(LOG[-1] != entries[0]))))
+    model.late.register_forward_hook(lambda m, x, y: LOG.append(entries[len(LOG) % 7 // 6]))
     trained(run, model=model, epochs=8)
 
 

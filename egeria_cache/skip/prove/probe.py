@@ -29,13 +29,12 @@ from torch.utils._pytree import tree_leaves
 from egeria_cache.attempt import Attempt
 from egeria_cache.batch import geometry, overlap
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import is_compiled, is_library, own_dict
+from egeria_cache.pystate import is_compiled, is_library, own_dict, unreadable
 from egeria_cache.skip.model.calls import ForwardSlot
 from egeria_cache.skip.model.fsdp import is_sharded
 from egeria_cache.skip.prove.model_copy import ModelCopy
 from egeria_cache.skip.prove.purity import check_constants, same_parts
 from egeria_cache.skip.prove.traced_batch import Recomputed, TracedBatch, another
-from egeria_cache.skip.serve import placeholder
 from egeria_cache.skip.serve.compare import same_content
 from egeria_cache.skip.serve.cut import Slot, TensorSpec
 from egeria_cache.skip.serve.placeholder import Escape, Placeholder, Source, placeholders
@@ -388,39 +387,16 @@ def _is_same_without(
     scene, leaves = copied.scene(plan), copied.call.leaves
     for one in hidden:
         if type(one) is tuple:
-            setattr(copied.of(one[0]), one[1], _unreadable(type(vars(one[0])[one[1]])))
+            setattr(copied.of(one[0]), one[1], unreadable(type(vars(one[0])[one[1]])))
         elif isinstance(leaf := leaves[one], Tensor):
             longer = torch.cat([leaf, leaf[:1], leaf]) if leaf.dim() else leaf
             source = frozenset({Source("leaf", "", one)})
             leaves[one] = Placeholder.of(longer, source, scene)
         else:
-            leaves[one] = _unreadable(type(leaf))
+            leaves[one] = unreadable(type(leaf))
     with Attempt() as tried:
         other = traced.recompute(known.rows, copied=copied)
         alike = not placeholders(other.leaves) and same_parts(plan, known, other)
         check_constants([other], plan)
     scene.finished = True
     return tried.error is None and alike
-
-
-def _unreadable(kind: type) -> Any:
-    """Return what passes for a value of this kind, and has none: whatever asks for it fails."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise LookupError("it is read")
-
-    def goes_on(self: Any, *others: Any) -> Any:
-        return self if all(isinstance(one, int | float) for one in others) else refuse()
-
-    own = (name for name in dir(kind) if name not in placeholder.OF_EVERY_OBJECT)
-    asked = {name: refuse for name in own if callable(getattr(kind, name, None))}
-    asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
-    return type(
-        "Unreadable", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)}
-    )()
-
-
-_ARITHMETIC = {
-    f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")
-}
-"""What only makes another number of numbers."""

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from egeria_cache.batch import overlap
 from egeria_cache.errors import BoundaryError
 from egeria_cache.kinds import once_per_class
+from egeria_cache.pystate import OF_EVERY_OBJECT
 from egeria_cache.skip.serve.call import autocast_modes
 
 _RESULTS: dict[Any, Any] = {}
@@ -460,13 +461,6 @@ class Unavailable:
         if self._scene is None:
             raise Escape.at(self._sources, what)
         return self._scene.value_of(self, what)
-
-
-OF_EVERY_OBJECT = {*dir(object)} - {
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__",
-    "__format__", "__sizeof__", "__setattr__", "__delattr__", "__reduce_ex__", "__dir__",
-}  # fmt: skip
-"""What has nothing to do with what an object holds."""
 
 
 def mark_of(node: Any) -> _Mark | None:
