@@ -92,12 +92,16 @@ class LoaderApi(EngineCallbacks):
     def outlook(self, source: LoaderSource) -> tuple[Sequence[View], bool | None]:
         """Return what a loader may read at the moment, deepest first, and whether all generators
         are seeded; None if they are let be, in a thread beside the training.
+
+        Of training and evaluation in turns, one has stored more of what random samples are now.
         """
         if self.is_beside(source):
             return (), None
         if self.is_plain(source.key):
             return (), False
-        views = () if self.counters.is_compiled else self.views.of(source.key)
+        views = [] if self.counters.is_compiled else self.views.of(source.key)
+        now = "train" if self.engine.model.training else "eval"
+        views = [view for view in views if now in view.cut.fields["mode"][:1]] or views
         # What is computed to be timed is not stored: nobody reads its draws again.
         return views, bool(views) or not self.policy.wants_timing(source.key)
 
@@ -124,8 +128,8 @@ class LoaderApi(EngineCallbacks):
         fields = source.fields
         for view in reversed(alike):
             theirs = view.generation.fields
-            asked = {*fields, "leaves", "draws"}  # which only some have
-            if all(theirs.get(key) == fields.get(key) for key in asked):
+            # Leaves and draws only some have.
+            if all(theirs.get(key) == fields.get(key) for key in {*fields, "leaves", "draws"}):
                 source.counts |= view.counts
                 source.study.padding = source.study.padding or view.padding
                 self.views.add(replace(view, loader_name=source.key))

@@ -64,8 +64,7 @@ def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, 
     torch.manual_seed(0)
     expected = scheduled(Draws(3, reuse, kept), epochs=7)
     torch.testing.assert_close(served[0], expected, rtol=1e-5, atol=1e-6)
-    seen = served[3].hits + served[3].misses
-    assert seen == 7 * 48
+    assert served[3].hits + served[3].misses == 7 * 48
     made = 48 * (1 + 6 / reuse) if reuse else 48 * kept
     assert served[3].misses == pytest.approx(made, rel=0.25)
 
@@ -74,14 +73,11 @@ def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_boundary_set_in_mid_run_goes_on_with_what_was_stored(tmp_path, workers):
     """From the step on, samples of that epoch are stored; the next one asks for most of them."""
-    settings = {
-        "boundary": None, "moves": {8: "layer1", 20: "layer2", 27: None}, "epochs": 7, "reuse": 3,
-        "num_workers": workers,
-    }  # fmt: skip
+    moves, settings = {8: "layer1", 20: "layer2", 27: None}, {"epochs": 7, "reuse": 3}
+    settings |= {"boundary": None, "moves": moves, "num_workers": workers}
     served = run(tmp_path / "a", gate="always", **settings)
-    torch.testing.assert_close(
-        served[0], run(tmp_path / "b", gate="never", **settings)[0], rtol=1e-5, atol=1e-6
-    )
+    computed = run(tmp_path / "b", gate="never", **settings)
+    torch.testing.assert_close(served[0], computed[0], rtol=1e-5, atol=1e-6)
     assert served[3].hits > 0
 
 
@@ -144,8 +140,8 @@ def test_show_tells_for_how_long_draws_are_used(tmp_path, capsys):
     assert main([str(tmp_path), "show", generation.name]) == 0
     assert "used for 4 epochs each; 3 epochs were passed" in capsys.readouterr().out
     assert main([str(tmp_path), "show", generation.name, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["random_draws"] == [{"reuse": 4, "kept": 1, "epochs": 3}]
+    random_draws = json.loads(capsys.readouterr().out)["random_draws"]
+    assert random_draws == [{"reuse": 4, "kept": 1, "epochs": 3}]
 
 
 @pytest.mark.parametrize(("reuse", "kept"), [(4, 1), (2, 1), (3, 2)])
@@ -195,11 +191,21 @@ def test_draws_go_on_where_no_note_can_be_written(tmp_path, monkeypatch):
         assert cache.stats().fresh_samples > 2 * 48
 
 
+def test_training_and_evaluation_in_turns_are_both_served(tmp_path):
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Images(), 8, cache=cache)
+        for epoch in range(8):
+            model.train(epoch % 2 == 0)
+            for images, _ in loader:
+                model(images)
+                cache.flush()
+        assert cache.stats().hits > 2 * 48
+
+
 def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
     class Growing(Images):
         def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            return image, target, torch.zeros(self.num_loaded)[:0].sum() + self.num_loaded
+            return *super().__getitem__(index), torch.zeros(()) + self.num_loaded
 
     with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(Growing(), 8, cache=cache)
@@ -209,5 +215,4 @@ def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
                 model(images)
                 seen.append(images[0].sum().item())
         assert cache.stats().why_not is not None
-    firsts = seen[:: len(loader)]
-    assert len({round(one, 5) for one in firsts}) == 3
+    assert len({round(one, 5) for one in seen[:: len(loader)]}) == 3
