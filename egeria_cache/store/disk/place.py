@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import stat
-import sys
 import threading
 import time
 import weakref
@@ -284,10 +283,11 @@ def network_type(path: Path) -> str | None:
     is none.
 
     To read what is mounted takes a quarter of a millisecond: not where the path is on a block
-    device, which Linux numbers so, and what a server gives is on none.
+    device that Linux knows. Lustre has numbers that look like one's.
     """
     there = next(one for one in (path, *path.parents) if os.path.exists(one))
-    if sys.platform == "linux" and os.major(os.stat(there).st_dev):
+    device = os.stat(there).st_dev
+    if os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"):
         return None
     kind = filesystem_type(path)
     return kind if kind in NETWORK_TYPES else None
