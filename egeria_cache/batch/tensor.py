@@ -119,11 +119,7 @@ class BatchTensor(Chained, Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Func,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # inside it nothing is cached; nor may its graph break
@@ -340,11 +336,7 @@ class AbsentTensor(BatchTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Func,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Func, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         # Reached only from C++ that bypasses __torch_function__: give it the data.
         return func(*unwrap(args), **unwrap(kwargs or {}))
@@ -401,12 +393,7 @@ def _slots(value: Any, found: list[BatchTensor]) -> Any:
 
 
 def loaded_tensor(
-    data: Tensor,
-    batch: Batch,
-    leaf: str,
-    raw: Raw,
-    chain: Ops,
-    known: Vouched | None = None,
+    data: Tensor, batch: Batch, leaf: str, raw: Raw, chain: Ops, known: Vouched | None = None
 ) -> BatchTensor:
     """Tag data; `known` vouches for what may be the same memory."""
     if known is None or not known.is_of(data):

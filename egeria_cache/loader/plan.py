@@ -227,11 +227,12 @@ class Planner:
                 found = PlannedEntry(view, number, own, variants, there[start:stop])
                 if found.num_hits > (0 if entry is None else entry.num_hits):
                     entry = found
+            has_all = entry is not None and not entry.num_misses
             # Of random samples some are drawn anew in each pass.
-            self.is_read = entry is not None and (source.is_random or not entry.num_misses)
+            self.is_read = has_all or (entry is not None and source.is_random)
             is_control = entry is not None and cache is not None and cache.wants_control(entry)
             task = Task(number, indices, own, draws[start:stop].tolist(), seed, bool(seeds_all))
-            if studies and not is_control and (loads_hits or not self.is_read):
+            if studies and not is_control and (loads_hits or not has_all):
                 compares = source.has_own_collate
                 task = task._replace(axes=source.study.axes, places=together, compares=compares)
             misses, control = task, entry if is_control else None
