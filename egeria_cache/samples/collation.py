@@ -47,11 +47,16 @@ def row_prints(leaves: Mapping[str, Any], lengths: Lengths | None) -> Tensor:
     for path, leaf in leaves.items():
         whole = batch.unwrap(leaf).detach()
         each = whole if lengths is None else lengths.rows(path, whole)
-        rows.append([one.flatten().contiguous().view(torch.uint8).numpy() for one in each])
+        is_dense = isinstance(each, Tensor)
+        rows.append(_bytes(each).reshape(len(each), -1) if is_dense else [*map(_bytes, each)])
     prints = np.zeros((len(rows[0]), 1), np.uint64)
     for row, leaf in itertools.product(range(len(prints)), rows):
         prints[row] = xxhash.xxh3_64_intdigest(leaf[row], int(prints[row, 0]))
     return torch.from_numpy(prints.view(np.int64))
+
+
+def _bytes(values: Tensor) -> Any:
+    return values.flatten().contiguous().view(torch.uint8).numpy()
 
 
 class Found(NamedTuple):
