@@ -102,7 +102,7 @@ class EngineCallbacks(Status):
 
     def draws_count(self, source: LoaderSource) -> None:
         """What the front reads is another: by a random draw, or the data have changed."""
-        if source.is_restless and not source.is_idle:
+        if source.is_restless and not source.patience:
             why = f"{samples.RESTLESS}, and so does now what the frozen front reads of it"
             self.leave_uncached(source.key, why, unlink=True)
             return

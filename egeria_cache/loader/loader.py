@@ -43,7 +43,8 @@ _OF_BATCHES = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
 _LOADERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Those that are served, or seed their samples, by key: the latest last."""
 MAX_CHANGES = 3
-"""Passes in a row that find another data set; then samples are loaded in each, and compared."""
+"""Passes in a row that find another data set; then samples are loaded in each, and compared. What
+the front reads may be another so often where only a number has changed."""
 
 
 class EgeriaLoader(DataLoader[T_co]):
@@ -418,7 +419,7 @@ class EgeriaLoader(DataLoader[T_co]):
         if not is_idle and (give_up or not is_often):
             self.cache.api.data_changed(self.source.key, what, unlink=midway, give_up=give_up)
             return
-        self.source.be_restless(is_idle=is_idle)
+        self.source.be_restless(MAX_CHANGES if is_idle else 0)
         log.info(
             "loader %r: its data set changes (%s): its samples are loaded in every epoch, and what "
             "is stored is served where the frozen front would read the same", self.name, what,

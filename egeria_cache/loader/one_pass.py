@@ -119,6 +119,7 @@ class Pass:
             self._planner.prefetcher.close()
             if (cache := self._cache) is not None:
                 with self._beside:
+                    self._source.end_pass()  # its worker has the data as they were
                     if not cache.is_beside(self._source):
                         self._loader._ask_data_again(at_end=True)
                     if cache.is_asked:
@@ -213,6 +214,7 @@ class Pass:
         self._since, self._num_calls = now, cache.counters.num_calls
         self._fewest = min(self._fewest, num_calls)
         if num_calls > self._fewest:
+            cache.policy.unnoted_s = 0.0
             return now
         with self._beside:
             cache.note_step(

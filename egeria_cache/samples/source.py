@@ -81,8 +81,9 @@ class LoaderSource:
     is_restless: bool = False
     """Whether its data are others again and again: each sample is loaded in every epoch, and what
     is stored is served where the front would read what it read for it."""
-    is_idle: bool = False
-    """Whether that is a number alone, of which nothing shows that it decides any sample."""
+    patience: int = 0
+    """How often what the front reads may be another then: more than never where a number alone has
+    changed, of which nothing shows that it decides any sample."""
     is_known_random: bool = False
     """Whether each draw of a sample is another, even if samples were not seen to draw."""
     counts: set[str] = field(default_factory=set)
@@ -213,19 +214,22 @@ class LoaderSource:
     def why_not_compared(self, batch: Batch, read: frozenset[str]) -> str | None:
         """Say so if its data change again and again, and nothing tells what the front reads."""
         is_known = not self.is_restless or self._has_prints(batch, read)
-        self.is_restless &= is_known or not self.is_idle
+        self.is_restless &= is_known or not self.patience
         why = f"{RESTLESS}, and the front reads what company makes, or no rows"
         return None if is_known or not self.is_restless else why
 
-    def be_restless(self, *, is_idle: bool) -> None:
+    def be_restless(self, patience: int) -> None:
         """Load each sample in every epoch from now on, and compare what the front reads."""
         self._restless_as = f"{RESTLESS}: {os.urandom(8).hex()}"
-        self.is_restless, self.is_idle = True, is_idle
+        self.is_restless, self.patience = True, patience
 
     def unsettle(self) -> None:
-        """A draw, or a number, has changed what the front reads after all."""
-        self.is_steady = self.is_restless = False
-        self._steady = dict.fromkeys(self._steady, False)
+        """A draw, or a number, has changed what the front reads after all. Prints stay: workers
+        have the data as they were when their pass began, which may be others here.
+        """
+        self.is_steady, self._steady = False, dict.fromkeys(self._steady, False)
+        if self.is_restless:
+            self.be_restless(self.patience - 1)
 
     def superseded(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return the draws that are used no more once these are made; None if all are kept."""
