@@ -406,8 +406,7 @@ def test_what_counts_loads_in_any_way_and_decides_nothing_is_served(run, kind):
 @hostile(over={"here": 0, "by workers": 2}, served=True)
 def test_a_number_told_in_mid_epoch_that_decides_few_samples(run, workers):
     """Workers have the one before until their pass ends."""
-    few = lambda d, i: 1 + (i in (4, 9) and i < 5 * d.epoch)  # noqa: E731
-    data = made(lambda d, i: (d.x[i] * few(d, i), d.y[i]), 40, epoch=0)
+    data = made(lambda d, i: (d.x[i] * 2 ** (i in (4, 9) and i < 5 * d.epoch), d.y[i]), 40, epoch=0)
     told = lambda m, step: data.set_epoch(step // 10)  # noqa: E731
     trained(run, data=data, num_workers=workers, batch_size=4, each_step=told, epochs=6)
 
