@@ -111,6 +111,7 @@ class EngineCallbacks(Status):
         self.void(source.key, unlink=False)
         if was_idle:
             self.data_changed(source.key, "what the frozen front reads", unlink=False)
+            self.counters.unserved = self._counts.why_not  # prints go on: until there are hits
 
     def void(self, loader_name: str, *, unlink: bool, is_outdated: bool = False) -> None:
         """Serve nothing that is stored for a loader; its next batches open generations anew."""
