@@ -191,11 +191,6 @@ class EngineCallbacks(Status):
         entry = batch.entry
         if entry is not None and entry.cut is not cut and not entry.was_used:
             self.views.prefer(view)  # autocast was on for a while, say, and is off again
-            # In another mode: else another call with the same batch may use it.
-            is_over = entry.cut.fields["mode"] != cut.fields["mode"]
-            if is_over and isinstance(entry, PlannedEntry) and entry.on_load is not None:
-                self.counters.batch(batch.size, None, is_random=batch.context.source.is_random)
-                entry.on_load = None
         mask = np.ones(batch.size, bool) if rows is None else rows
         source: LoaderSource = batch.context.source
         ids, draws = [*compress(batch.ids, mask)], source.stored_as(batch.draws[mask])

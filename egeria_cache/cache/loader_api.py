@@ -93,13 +93,15 @@ class LoaderApi(EngineCallbacks):
         """Return what a loader may read at the moment, deepest first, and whether all generators
         are seeded; None if they are let be, in a thread beside the training.
 
-        Of training and evaluation in turns, one has stored more of what random samples are now.
+        Of states of the front, or training and evaluation, in turns, one has stored more of what
+        random samples are now.
         """
         if self.is_beside(source):
             return (), None
         if self.is_plain(source.key):
             return (), False
         views = [] if self.counters.is_compiled else self.views.of(source.key)
+        views = [view for view in views if self.engine.knows(view.cut)] or views
         now = "train" if self.engine.model.training else "eval"
         views = [view for view in views if now in view.cut.fields["mode"][:1]] or views
         # What is computed to be timed is not stored: nobody reads its draws again.

@@ -210,6 +210,9 @@ class Pass:
         if not self._steps or cache is None or cache.counters.num_calls == self._num_calls:
             return now
         plan, seconds = self._steps.popleft(), now - self._since
+        if plan.entry is not None and plan.entry.on_load is not None:  # no call has used it
+            is_random, plan.entry.on_load = self._source.is_random, None
+            cache.counters.batch(len(plan.task.ids), None, is_random=is_random)
         num_calls = cache.counters.num_calls - self._num_calls
         self._since, self._num_calls = now, cache.counters.num_calls
         self._fewest = min(self._fewest, num_calls)

@@ -191,15 +191,17 @@ def test_draws_go_on_where_no_note_can_be_written(tmp_path, monkeypatch):
         assert cache.stats().fresh_samples > 2 * 48
 
 
-def test_training_and_evaluation_in_turns_are_both_served(tmp_path):
+@pytest.mark.parametrize("moves", [False, True], ids=["modes", "weights"])
+def test_states_in_turns_are_both_served_and_each_sample_is_counted(tmp_path, moves):
     with cached(tmp_path) as (model, cache):
-        loader = EgeriaLoader(Images(), 8, cache=cache)
+        loader = EgeriaLoader(Images(), 2, cache=cache)
         for epoch in range(8):
-            model.train(epoch % 2 == 0)
+            model.train(moves or epoch % 2 == 0)
+            next(model.parameters()).mul_((2.0 if epoch % 2 else 0.5) if moves else 1.0)
             for images, _ in loader:
                 model(images)
                 cache.flush()
-        assert cache.stats().hits > 2 * 48
+        assert 48 < cache.stats().hits == 8 * 48 - cache.stats().misses
 
 
 def test_what_is_refused_draws_anew_in_every_epoch(tmp_path):
