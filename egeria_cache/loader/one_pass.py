@@ -190,7 +190,10 @@ class Pass:
         if not batches:
             raise StopIteration
         state = progress.drawn.popleft() if progress.drawn else progress.sampler
-        samples = None if self._cache is None else source.samples.undrawn(batches[0])
+        samples = None
+        # In a thread beside the training, what that draws must not be put back.
+        if self._cache is not None and not self._cache.is_beside(source):
+            samples = source.samples.undrawn(batches[0])
         if samples is None:
             [plan] = planner.plans(batches, *planner.outlook(), number)
             samples = source.samples.load(plan.task)

@@ -173,10 +173,8 @@ def by_hand(loader, other):
     """`itertools.cycle` by hand: the loop counts steps, not epochs."""
     iterator = iter(loader)
     for _ in range(14):
-        batch = next(iterator, None)
-        if batch is None:
-            iterator = iter(loader)
-            batch = next(iterator)
+        if (batch := next(iterator, None)) is None:
+            batch = next(iterator := iter(loader))
         yield batch
 
 
@@ -194,17 +192,17 @@ def in_a_thread(loader, other):
         thread.join()
 
 
+def in_step(left, right):
+    return (b for _ in range(4) for pair in zip(left, right, strict=True) for b in pair)
+
+
 PASSES = {
     "one iterator": by_hand,
     "fetched ahead": lambda loader, other: (b for _ in range(4) for b in one_ahead(loader)),
     "broken off": lambda loader, other: first_two(loader, 6),
     "the first alone": lambda loader, other: (next(iter(loader)) for _ in range(9)),
-    "two in step": lambda loader, other: (
-        b for _ in range(4) for pair in zip(loader, loader, strict=True) for b in pair
-    ),
-    "two loaders": lambda loader, other: (
-        b for _ in range(4) for pair in zip(loader, other, strict=True) for b in pair
-    ),
+    "two in step": lambda loader, other: in_step(loader, loader),
+    "two loaders": lambda loader, other: in_step(loader, other),
     "chained": lambda loader, other: (b for _ in range(4) for b in [*loader, *other]),
     "cycled": lambda loader, other: itertools.islice(itertools.cycle(loader), 10),
     "in a thread": in_a_thread,
@@ -229,12 +227,17 @@ def test_a_pass_over_the_loader_without_the_model_does_no_harm(run):
     """A mean over the data set, a count of classes."""
     model = run.freeze(dropping())
     loader = run.loader(rows(), shuffle=True)
+    means = lambda epoch: [run.see(x.mean() + y.float().mean()) for x, y in loader]  # noqa: E731
+    run.fit(model, loader, 4, each_epoch=means)
 
-    def each_epoch(epoch):
-        for x, y in loader:
-            run.see(x.mean() + y.float().mean())
 
-    run.fit(model, loader, 4, each_epoch=each_epoch)
+@hostile
+def test_a_thread_beside_the_training_loads_each_sample_once(run):
+    """What draws meanwhile may be the training: nothing is put back, and loaded again."""
+    data = made(lambda d, i: (d.log.append(i), d.x[i] + torch.rand(6), d.y[i])[1:], log=[])
+    run.fit(run.freeze(Net(), None), in_a_thread(run.loader(data), None), 1)
+    run.see(torch.tensor(data.log))
+    trained(run)
 
 
 # ---- workers ----------------------------------------------------------------------------------
