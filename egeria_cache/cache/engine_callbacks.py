@@ -27,7 +27,7 @@ _FORKED = (
     "this process was forked from the one that made the cache, and has none of its threads; "
     "`cache.reopen()` takes it up (Lightning: `EgeriaCallback`)"
 )
-_OF_ANOTHER = "not for this model: it is of another cache; make one over its data with the model's own"
+_OF_ANOTHER = "not for this model: it is of another cache; make one over its data with this cache"
 _BESIDE = "what is done beside the training has failed"
 _FIGURES = str.maketrans("", "", "0123456789.e-")
 MAX_VALUES = 3
