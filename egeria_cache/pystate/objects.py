@@ -443,8 +443,7 @@ def unreadable(kind: type) -> Any:
     own = (name for name in dir(kind) if name not in OF_EVERY_OBJECT)
     asked: dict[str, Any] = {name: refuse for name in own if callable(getattr(kind, name, None))}
     asked |= dict.fromkeys(_ARITHMETIC & asked.keys(), goes_on)
-    asked |= {"__bool__": refuse, "__class__": property(lambda _: kind)}
-    return type("Unreadable", (), asked)()
+    return type("Unread", (), asked | {"__bool__": refuse, "__class__": property(lambda _: kind)})()
 
 
 _ARITHMETIC = {f"__{r}{name}__" for name in ("add", "sub", "mul", "truediv") for r in ("", "r")}

@@ -775,7 +775,7 @@ class SkipEngine:
         self._voided |= {plan.cut for plan in self._plans.all() if plan.cut is not None}
         if has_joined := any(map(hook_of_training, self._held)):
             self._held.release()  # and it is refused in a moment
-        if self._plans.park(guard) and reason != SEEN_LATE and not has_joined:
+        if self._plans.park(guard, is_late=reason == SEEN_LATE) and not has_joined:
             return
         self._is_held = False  # other modules may run before the boundary now
         self.host.prefix_changed(reason, unlink=reason == SEEN_LATE)

@@ -253,6 +253,9 @@ _FIRST_WAIT = 2
 _MAX_PARKED = 4
 """States of the prefix that are remembered, in case it returns to one (weights swapped for their
 average during evaluation, say)."""
+_FEW, _MAX_HASTY = 8, 4
+"""Changes with fewer calls between them; so many of these, and no state is remembered: to take each
+up again costs more than it brings."""
 
 
 class PlanCache:
@@ -266,7 +269,7 @@ class PlanCache:
         self._refused, self._tried_again = set[Key](), set[Key]()
         self._rest = 0
         """Calls that are not tried any more."""
-        self._num_dry_runs = 0
+        self._num_dry_runs = self._num_calls = self._num_hasty = 0
         self._parked = list[list[ReplayPlan]]()
         self._watch: PrefixGuard | None = None
         """Looks whether a prefix that changed is still again."""
@@ -297,6 +300,7 @@ class PlanCache:
         self, key: Key, call: Invocation, *, boundary: str | None = None, cut: Cut | None = None
     ) -> ReplayPlan | None:
         """Return the plan for calls like this one, at `cut` or else at `boundary`."""
+        self._num_calls += cut is None
         for plan in self._plans:
             wanted = plan.boundary == boundary if cut is None else plan.cut is cut
             if wanted and plan.key == key and plan.fits(call):
@@ -345,17 +349,24 @@ class PlanCache:
         self._num_dry_runs += 1
         return True
 
-    def park(self, guard: PrefixGuard) -> bool:
-        """The prefix has changed, as `guard` saw. Whether to what it was before: states that take
-        turns (adapters switched off for a reference) stay known.
+    def park(self, guard: PrefixGuard, *, is_late: bool) -> bool:
+        """The prefix has changed, as `guard` saw, late perhaps. Whether what is stored holds:
+        states that take turns (adapters switched off for a reference) stay known.
 
         It may return to what it was, or go on changing: then it is left alone for a while.
         """
         self._parked = [self._plans, *self._parked][:_MAX_PARKED]
         self._become(())
         self.unpark()
-        if self._plans or (self._watch is not None and self._watch.changed() is None):
-            return True
+        is_known = self._plans or (self._watch is not None and self._watch.changed() is None)
+        if is_late or not is_known:
+            is_hasty, self._num_calls = self._num_calls < _FEW, 0
+            self._num_hasty = self._num_hasty + 1 if is_hasty else 0
+            if self._num_hasty > _MAX_HASTY:
+                self._parked, is_known = [], False
+                self._become(())
+        if is_known:
+            return not is_late
         self._refused.clear()
         if self._num_dry_runs > 1:  # else the first call may have made what moved since
             self._watch, self._rest = guard.anew(), self._wait
@@ -363,8 +374,7 @@ class PlanCache:
 
     def unpark(self) -> None:
         """Go back to plans that were proved for what the prefix is now, if there are any."""
-        for parked in self._parked:
-            if parked and all(plan.guard and plan.guard.is_same() for plan in parked):
-                self._parked.remove(parked)
-                self._become(parked)
-                return
+        known = (p for p in self._parked if p and all(r.guard and r.guard.is_same() for r in p))
+        if (parked := next(known, None)) is not None:
+            self._parked.remove(parked)
+            self._become(parked)

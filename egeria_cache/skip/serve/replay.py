@@ -429,9 +429,7 @@ def replay(
     if not call.layout.is_flat:
         call.noted((args, kwargs))
     generators, held = torch.get_rng_state(), list(map(sys.getrefcount, run.own))
-    capture = None
-    if plan is not None and plan is not source:
-        capture = CaptureRun(plan, size)
+    capture = CaptureRun(plan, size) if plan is not None and plan is not source else None
     # Around the replay of the same modules.
     captured = intercept(capture.plan.modules, capture) if capture else nullcontext()
     try:
