@@ -563,8 +563,7 @@ class SkipEngine:
         """
         if self._auto is None or self._is_evaluation():
             return False
-        held = self.frozen if self.has_run else None
-        return self._auto.refuse(held=held)
+        return self._auto.refuse(held=self.frozen if self.has_run else None)
 
     def _is_evaluation(self) -> bool:
         return not (self.model.training and torch.is_grad_enabled()) and self._plans.has_proved()

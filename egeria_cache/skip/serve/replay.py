@@ -378,14 +378,13 @@ def prefix(
         BoundaryError: The model took another way this time.
     """
     capture = CaptureRun(source, int(rows.sum()), stop=True)
-    args, kwargs = inputs
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
     state = source.surroundings.but_modules(source.moving)
     state.put_back(copies=True)
     try:
         with suppress(PrefixDone), intercept(source.modules, capture):
-            quietly(forward, *args, **kwargs)
+            quietly(forward, *inputs[0], **inputs[1])
     finally:
         state.put_back()
     if generators is not None:
