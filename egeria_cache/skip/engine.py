@@ -479,7 +479,7 @@ class SkipEngine:
         if self._audits.asked and not self._confirmed(wait=waits):
             return self._plainly(call)
         hit = None if entry.hit.all() else entry.hit
-        known = None if hit is None or source.by_rows else self._complete(source, call, hit)
+        known = None if hit is None or True in source.by_rows else self._complete(source, call, hit)
         return self._replay(source, here, call, (hit, stored, known))
 
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:

@@ -226,7 +226,7 @@ class ReplayRun(PrefixRun):
         is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
         given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
         scene.left_out.append(LeftOut(original, given, gives, modes))
-        is_in_part = self.entered[0] is not None and plan.by_rows is not False
+        is_in_part = self.entered[0] is not None and False not in plan.by_rows
         if is_in_part and index == len(self.steps) - 1:
             self._complete(*self.entered)
             if scene.why is not None:
@@ -285,12 +285,12 @@ class ReplayRun(PrefixRun):
         if known is not None:
             # Nothing else may be given out before.
             is_there = tried.error is None and {at for at, _ in self.values} == {self.position}
-            plan.by_rows = is_there and all(map(torch.equal, known.values(), fresh.values()))
+            plan.by_rows[:] = [is_there and all(map(torch.equal, known.values(), fresh.values()))]
         elif (error := tried.error) is None:
             self.fresh, self.values = fresh, self.values_of(merged(hit, stored, fresh))
         else:
             why = error if isinstance(error, BoundaryError) else Escape.at((), repr(error))
-            plan.by_rows = False
+            plan.by_rows[:] = [False]
             if not self.scene.settle(why):
                 raise why
 
