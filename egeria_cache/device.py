@@ -448,11 +448,15 @@ class Answers:
 
     def come(self, *, wait: bool = False) -> Iterator[tuple[Tensor, Any]]:
         """Give what has come, each once, with what it is about; `wait`: all that was asked for."""
-        while self.asked and (wait or (last := self.asked[0][1]) is None or last.query()):
+        while self.asked and (wait or _is_past(self.asked[0][1])):
             number, event, about = self.asked.popleft()
             if wait and event is not None:
                 event.synchronize()
             yield number, about
+
+
+def _is_past(event: Event | None) -> bool:
+    return event is None or event.query()
 
 
 _to_host_lane, _to_host_lock = functools.cache(Lane), threading.Lock()

@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except (EgeriaError, ValueError, OSError, RecursionError) as error:
         _print([f"cache-inspect: {error}"], sys.stderr)
-        is_damage = isinstance(error, store.DamagedError | RecursionError)
-        return DAMAGED if is_damage else BAD_ARGUMENTS
+        return DAMAGED if isinstance(error, store.DamagedError | RecursionError) else BAD_ARGUMENTS
     return int(code)
 
 

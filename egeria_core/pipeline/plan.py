@@ -150,8 +150,7 @@ def partition(costs: Sequence[float], start: int, parts: int) -> tuple[tuple[int
         dearest, at = min((max(cut(at, runs - 1)[0], sums[stop] - sums[at]), at) for at in ways)
         return dearest, (*cut(at, runs - 1)[1], stop)
 
-    ends = [start + end for end in cut(len(own), parts)[1]]
-    return tuple(itertools.pairwise(ends))
+    return tuple(itertools.pairwise(start + end for end in cut(len(own), parts)[1]))
 
 
 def _homes(stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def test_a_buffer_that_is_written_is_used(run, make, change):
 def summarised(model):
     """As torchinfo does it, on numbers of its own."""
     handle = model.early.register_forward_hook(lambda *_: None)
-    model(inputs()[:2])
+    model(inputs()[:2].to(model.early.weight.device))
     handle.remove()
 
 
