@@ -68,7 +68,7 @@ NAMED = (
     ("gate: timing of whole steps", loader_api.LoaderApi, "note_step"),
     ("taking the call apart", call.Invocation, "of"),
     ("taking the call apart", call.Invocation, "key"),
-    ("guards", engine.SkipEngine, "_look"),
+    ("guards", engine.SkipEngine, "_compare"),
     ("finding the recipe", PlanCache, "find"),
     (AUDITS, engine.SkipEngine, "_audit"),
     ("counting", policy.Counters, "batch"),

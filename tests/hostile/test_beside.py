@@ -46,7 +46,7 @@ PLACES = {
     "skip.serve.call.Invocation": "key of",
     "skip.serve.replay": "prefix replay",
     "skip.serve.plan.ReplayPlan": "rows",
-    "skip.engine.SkipEngine": "_look",
+    "skip.engine.SkipEngine": "_look _compare",
     "skip.state.guards": "tensor_digest",
     "skip.state.guards.PrefixGuard": "changed",
     "skip.state.surroundings.Surroundings": "now",
