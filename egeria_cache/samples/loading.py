@@ -39,8 +39,9 @@ class SampleLoader:
     """Loads a dataset's samples, each under its own stateless seed.
 
     Seeding takes longer than a cheap sample. So only the generators are seeded that a sample was
-    seen to draw from; the others are watched, batch by batch. When one has moved, what was loaded
-    is dropped and loaded again, seeded: the result does not depend on when drawing is noticed.
+    seen to draw from; the others are watched, batch by batch, or seldom while nothing is stored
+    (`undrawn`). When one has moved, what was loaded is dropped and loaded again, seeded: what is
+    stored does not depend on when drawing is noticed.
 
     The global generators are restored afterwards only in the main process: a worker's are its own.
     """
