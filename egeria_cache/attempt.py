@@ -14,8 +14,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from traceback import clear_frames
-from types import CodeType, TracebackType
+from traceback import clear_frames, walk_tb
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeGuard
 
 import torch
@@ -75,11 +75,9 @@ def without_us(error: Exception) -> Exception:
     return error.with_traceback(None if traceback is None else traceback.tb_next)
 
 
-def place_of(error: BaseException) -> TracebackType | None:
-    """Return where it was raised."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
+def place_of(error: BaseException) -> tuple[FrameType, int] | None:
+    """Return the frame and the line in which it was raised."""
+    *_, place = None, *walk_tb(error.__traceback__)
     return place
 
 
@@ -87,18 +85,14 @@ def is_ours(error: BaseException) -> bool:
     """Whether it was raised by this package, and by nothing that this has called."""
     place = place_of(error)
     # Generated code, that of torch.fx say, may have no name.
-    module = "" if place is None else str(place.tb_frame.f_globals.get("__name__", ""))
+    module = "" if place is None else str(place[0].f_globals.get("__name__", ""))
     return module.partition(".")[0] == __package__
 
 
 def _is_of_a_signal(traceback: TracebackType | None) -> bool:
     """Whether a handler of the user's has raised it, which may come between any two lines."""
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while traceback is not None and handlers:
-        if traceback.tb_frame.f_code in handlers:
-            return True
-        traceback = traceback.tb_next
-    return False
+    return any(frame.f_code in handlers for frame, _ in walk_tb(traceback))
 
 
 def _code(handler: Any) -> CodeType | None:

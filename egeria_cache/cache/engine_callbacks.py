@@ -464,7 +464,7 @@ def _kept(view: View, batch: Batch, rows: np.ndarray, lengths: Any) -> dict[str,
 def _cause(error: Exception) -> Any:
     """Return what tells an error from others: its kind, and where it was raised."""
     place = place_of(error)
-    return type(error), None if place is None else (place.tb_frame.f_code, place.tb_lineno)
+    return type(error), None if place is None else (place[0].f_code, place[1])
 
 
 def _told(error: Exception) -> str:
