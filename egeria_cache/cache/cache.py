@@ -111,16 +111,10 @@ class ActivationCache:
         """The boundary that was last asked for, and whether by hand."""
         self._attached: list[Callable[[], None]] = []
         """Give the loaders back that were attached."""
-        self._open()
-        try:
-            if loader is not None:
-                self.attach(loader)
-        except BaseException:
-            self.close()
-            raise
+        self._open(loader)
 
-    def _open(self) -> None:
-        """Make the parts, in this process, and attach them to the model."""
+    def _open(self, loader: Any = None) -> None:
+        """Make the parts, in this process, and attach them to the model, and to a loader."""
         _close_other(self.model, self)
         store, (gate, audit_rate, ring_batches) = self._make_store(), self._settings
         overlap = 0.95 if runs_late(device_of(self.model)) else 0.5
@@ -133,6 +127,8 @@ class ActivationCache:
         _ATTACHED[engine.model] = weakref.ref(self)
         try:
             self._move(*self._asked, "set by hand")
+            if loader is not None:
+                self.attach(loader)
         except BaseException:
             self.close()
             raise

@@ -139,11 +139,7 @@ def put_back(replaced: Replaced) -> None:
     One of those, undone later, would put back what this block had put there.
     """
     active = LOCAL.active
-    begin = len(active)
-    for place, one in enumerate(active):
-        if one is replaced:
-            begin = place
-            break
+    begin = next((at for at, one in enumerate(active) if one is replaced), len(active))
     for own, key, before in reversed([*itertools.chain.from_iterable(active[begin:])]):
         if before is _MISSING:
             own.pop(key, None)
