@@ -30,8 +30,7 @@ def main() -> int:
     memory = psutil.virtual_memory().total / 1e9
     print(f"{os.cpu_count()} CPUs, {memory:.1f} GB of memory, {torch.get_num_threads()} threads")
     device = default_device()
-    where = "no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})"
-    print(where)
+    print("no accelerator" if device.type == "cpu" else f"{device_name(device)} ({device})")
     print(f"reading: {'by the compiled kernel' if kernel() else 'in Python: no kernel here'}")
     for what, names in (("needed", NEEDED), ("optional", OPTIONAL)):
         print(f"{what}:")

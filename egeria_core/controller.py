@@ -243,9 +243,8 @@ class FreezeController(Remembered):
         if self._map.boundaries != before:
             self.policy.bind(self.boundaries)
         self._meter.bind()
-        if self._saves is None:
-            sizes = [sum(p.numel() for p in own) for own in self._map.parameters_of_layers()]
-            self._saves = self._ranks.agree(saved_parts(self._map.parts, sizes))
+        sizes = [sum(p.numel() for p in own) for own in self._map.parameters_of_layers()]
+        self._saves = self._ranks.agree(saved_parts(self._map.parts, sizes))
         if self.num_frozen:
             # Frozen before any forward was seen, by guess: complete it.
             self._freeze_to(self.num_frozen)

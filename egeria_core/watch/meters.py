@@ -233,11 +233,6 @@ class MovementMeter(Meter):
         self._read = {layer: row.cpu() for layer, row in self._read.items()}
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.bind()
-        super().load_state_dict(state)
-
     def close(self) -> None:
         """Take the hooks off; idempotent."""
         self._hooks.close()
