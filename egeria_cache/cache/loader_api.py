@@ -268,11 +268,9 @@ class LoaderApi(EngineCallbacks):
         if self.is_forked:  # the store's locks may be held for ever
             why = "this is a forked child of the process that made the cache; call cache.reopen()"
             return replace(counts, why_not=why)
-        on_disk = asdict(self.store.stats()).items()
         return replace(
-            counts,
-            **{name: value for name, value in on_disk if hasattr(counts, name)},
-            saved_s=self.policy.saved_s(self.store.writer.work_s), proof_s=self.policy.proof_s,
+            counts, **asdict(self.store.stats()), proof_s=self.policy.proof_s,
+            saved_s=self.policy.saved_s(self.store.writer.work_s),
             gate=self.policy.sentence(self.boundary),
         )  # fmt: skip
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from egeria_cache.store import StoreStats
 from egeria_cache.tables import as_text, size
 
 
 @dataclass(kw_only=True, slots=True)
-class CacheStats:
-    """Counts since the cache was opened; sizes are in bytes, times in seconds."""
+class CacheStats(StoreStats):
+    """Counts since the cache was opened, and its store's; sizes are in bytes, times in seconds."""
 
     boundary: str | None = None
     """The frozen boundary at the moment."""
@@ -31,10 +32,6 @@ class CacheStats:
     """Of them, those whose draw was not read: new ones, and the few that could not be."""
     refetched: int = 0
     """Planned hits whose raw samples had to be reloaded."""
-    dropped_writes: int = 0
-    """Samples that were not stored: the writer's queue or the limit was full."""
-    corrupt: int = 0
-    """Records that failed their checksum; they counted as misses."""
     audited: int = 0
     """Hits that were recomputed from the raw sample and compared."""
     audit_failures: int = 0
@@ -44,16 +41,6 @@ class CacheStats:
     part in it."""
     voided: int = 0
     """Generations declared stale."""
-    num_samples: int = 0
-    """Samples stored in the generations in use."""
-    bytes_on_disk: int = 0
-    """Of the whole cache directory."""
-    raw_bytes: int = 0
-    """Size before compression of the samples stored in the generations in use."""
-    stored_bytes: int = 0
-    """Their size after compression."""
-    limit_bytes: int = 0
-    """Hard bound on `bytes_on_disk`."""
     saved_s: float = 0.0
     """Training time saved so far: what the same steps would have taken if they had been computed,
     less what they took, proofs, writes, audits and comparisons included; negative if lost."""

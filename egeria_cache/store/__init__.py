@@ -24,10 +24,10 @@ from egeria_cache.store.disk.place import (
 from egeria_cache.store.generation import Generation
 from egeria_cache.store.reader import NotInMemoryError
 from egeria_cache.store.report import Report, pack, survey, unpack, verify
-from egeria_cache.store.store import ActivationStore
+from egeria_cache.store.store import ActivationStore, StoreStats
 
 __all__ = [
     "ROOT_FORMAT", "ActivationStore", "DamagedError", "Generation", "Located", "Manifest",
-    "NotInMemoryError", "Report", "kernel", "pack", "read_json", "remove_generations",
+    "NotInMemoryError", "Report", "StoreStats", "kernel", "pack", "read_json", "remove_generations",
     "survey", "unpack", "verify", "write_json",
 ]  # fmt: skip

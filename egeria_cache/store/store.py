@@ -35,26 +35,26 @@ EMPTY_GENERATION_BYTES = 12 * PAGE_BYTES
 """What a new generation takes before its first record, except for its manifest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StoreStats:
     """Counts of this process since the store was opened, and sizes on disk now."""
 
-    writes: int
+    writes: int = 0
     """Rows committed."""
-    dropped_writes: int
+    dropped_writes: int = 0
     """Rows handed over and not stored: queue full, limit, disk trouble, changed tensors."""
-    corrupt: int
-    """Records that failed their check."""
-    num_samples: int
+    corrupt: int = 0
+    """Records that failed their checksum; they counted as misses."""
+    num_samples: int = 0
     """Records in the generations open here."""
-    raw_bytes: int
-    """Their size decoded."""
-    stored_bytes: int
-    """Their size encoded."""
-    bytes_on_disk: int
+    bytes_on_disk: int = 0
     """Of the whole directory, in whole pages."""
-    limit_bytes: int
-    """Never exceeded by `bytes_on_disk`."""
+    raw_bytes: int = 0
+    """Size before compression of the records in the generations open here."""
+    stored_bytes: int = 0
+    """Their size after compression."""
+    limit_bytes: int = 0
+    """Hard bound on `bytes_on_disk`."""
 
 
 class ActivationStore:
