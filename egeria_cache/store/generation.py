@@ -241,8 +241,7 @@ class Generation:
 
     @property
     def _takes_more(self) -> bool:
-        held = self._held is not None and self._stopped is None
-        return held and time.monotonic() >= self._write_again_at
+        return self._stopped is None and time.monotonic() >= self._write_again_at
 
     def commit(self, jobs: Sequence[Job]) -> None:
         """Encode and store batches in one commit, or what is intact in a damaged file; called by

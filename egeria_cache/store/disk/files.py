@@ -145,10 +145,8 @@ class GenerationFiles:
         self.hidden: dict[bytes, bool] = {}
         """Records that could not be read and count as absent; whether they may be stored again, or
         else something else may be wrong, and pass."""
-        self._is_open, self._counting = threading.Lock(), threading.Lock()
-        """Taken for good by whoever closes them; and for a moment."""
-        self._num_users = 1
-        """Who opened them, and who reads or writes."""
+        self._closed = threading.Lock()
+        """Taken for good by whoever closes them."""
         vetted = places.in_use_elsewhere(directory)
         self._claim = None if inspects else Claim(directory)
         try:
@@ -163,22 +161,14 @@ class GenerationFiles:
         wanted (under the directory's lock), unless another process uses them. Only the first call
         does anything.
         """
-        if not self._is_open.acquire(blocking=False):
+        if not self._closed.acquire(blocking=False):
             return
         if removes and self._claim is not None:
             self._claim.remove(self.directory)
         if os.getpid() == self._environment.process:
-            self._leave()
+            self._environment.close()
         if self._claim is not None:
             self._claim.release()
-
-    def _leave(self) -> None:
-        """One user less; the last one closes the files."""
-        with self._counting:
-            self._num_users -= 1
-            is_last = not self._num_users
-        if is_last:
-            self._environment.close()
 
     def check_present(self) -> None:
         """Raise `GoneError` if the files were removed or replaced under us."""
@@ -207,10 +197,10 @@ class GenerationFiles:
                 "nor its locks; open the ActivationStore in the child process itself, or start the "
                 "child with 'spawn'"
             )
-        with self._counting:
-            if not self._num_users:
+        with _lock:
+            if self._closed.locked():
                 raise GoneError("closed")
-            self._num_users += 1
+            environment.num_users += 1
         try:
             if writes:  # what the killed have read would never be used again
                 environment.env.reader_check()
@@ -222,7 +212,7 @@ class GenerationFiles:
             is_full = is_full or isinstance(error, lmdb.DiskError | lmdb.MapFullError)
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
         finally:
-            self._leave()
+            environment.close()
 
 
 class View:
@@ -387,7 +377,8 @@ class Environment:
         self.writes = writes
         self.process = os.getpid()
         """Whose threads may use it."""
-        self._identity, self._num_users = identity, 0
+        self._identity, self.num_users = identity, 0
+        """Who opened it, and who reads or writes."""
         self.env = _open_lmdb(directory, writes=writes)
         try:
             self.env.reader_check()
@@ -428,7 +419,7 @@ class Environment:
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
-                one._num_users += 1
+                one.num_users += 1
                 return one
             except lmdb.Error as error:
                 is_empty = getattr(error, "code", 0) == errno.EBADF
@@ -444,8 +435,8 @@ class Environment:
     def close(self) -> None:
         """One user less; the last one closes it."""
         with _lock:
-            self._num_users -= 1
-            if not self._num_users:
+            self.num_users -= 1
+            if not self.num_users:
                 del _opened[self._identity]
                 self.env.close()
                 with contextlib.suppress(OSError):  # it is closed whatever close() says
