@@ -21,11 +21,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 num_function_modes = torch._C._len_torch_function_stack
@@ -172,7 +168,7 @@ def has_other_operations() -> bool:
 _COUNTERS = {"torch.utils.flop_counter", "torch.distributed.tensor.debug"}
 
 
-def _only_counts(mode: TorchDispatchMode) -> bool:
+def _only_counts(mode: object) -> bool:
     return any(base.__module__ in _COUNTERS for base in type(mode).__mro__)
 
 

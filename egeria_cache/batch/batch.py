@@ -57,13 +57,10 @@ class Structure:
 class Entry(Protocol):
     """Where, and with which rows, a batch may enter the model instead of at its input."""
 
-    @property
-    def cut(self) -> Any:
-        """The `Cut` that the stored activations were captured at."""
-
-    @property
-    def hit(self) -> np.ndarray:
-        """Bool, shape (B,): the rows that come from the cache; at least one is True."""
+    cut: Any
+    """The `Cut` that the stored activations were captured at."""
+    hit: np.ndarray
+    """Bool, shape (B,): the rows that come from the cache; at least one is True."""
 
     @property
     def alive(self) -> bool:

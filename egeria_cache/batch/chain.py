@@ -41,14 +41,12 @@ class Fold(NamedTuple):
     def apart(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return shape (B, ..., outer * inner, ...): what is one sample's, the samples first."""
         split = tensor.unflatten(dim, (self.outer, -1, self.inner)).movedim(dim + 1, 0)
-        rows: Tensor = split.flatten(dim + 1, dim + 2)
-        return rows
+        return torch.flatten(split, dim + 1, dim + 2)
 
     def together(self, samples: Tensor, dim: int = 0) -> Tensor:
         """Return what `apart` was made from."""
         split = samples.unflatten(dim + 1, (self.outer, self.inner)).movedim(0, dim + 1)
-        tensor: Tensor = split.flatten(dim, dim + 2)
-        return tensor
+        return torch.flatten(split, dim, dim + 2)
 
 
 PLAIN = Fold()

@@ -418,10 +418,8 @@ def _in_words(layout: Layout) -> str:
 
 
 def _pieces(key: bytes, fields: Sequence[tuple[int, Any]], seed: int) -> Sequence[Any]:
-    head, words, payload = _first(len(key), len(fields)), [], []
-    for codec, stored in fields:
-        words.append(codec << 56 | len(stored))
-        payload.append(stored)
+    head, payload = _first(len(key), len(fields)), [stored for _, stored in fields]
+    words = (codec << 56 | len(stored) for codec, stored in fields)
     size = CHECKSUM_BYTES + head.size + sum(map(len, payload))
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {size} bytes; {MAX_RECORD_BYTES} are stored at most")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from egeria_cache import ActivationCache, EgeriaError, FrozenFront
+from egeria_cache import EgeriaError, FrozenFront
 from egeria_cache.arguments import check_choice
 from egeria_cache.device import device_of
 from egeria_core.pipeline.engine import Engine, LossFunction, check_torch
@@ -121,6 +121,8 @@ class ElasticPipeline:
             raise ValueError(f"{len(self._blocks)} blocks and {len(self.plan.costs)} costs")
         self.front = FrozenFront(self._blocks, cache, device=self.device, **cache_options)
         """The frozen blocks, whole on this rank wherever they left the pipeline."""
+        self.cache = self.front.cache
+        """For this rank's `EgeriaLoader`."""
         self.bytes_moved = 0
         """Weights, buffers and optimizer state that this rank sent with blocks that moved."""
         self._loss_function = loss_function
@@ -130,11 +132,6 @@ class ElasticPipeline:
         self._release()
         for index in self.plan.held_by(self.rank):
             self._blocks[index].to(self.device)
-
-    @property
-    def cache(self) -> ActivationCache | None:
-        """For this rank's `EgeriaLoader`."""
-        return self.front.cache
 
     def planned(self, frozen: int) -> PipelinePlan:
         """Return the plan that would follow if so many blocks were frozen."""
