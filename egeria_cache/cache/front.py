@@ -51,8 +51,6 @@ class FrozenFront(nn.Module):
     Not thread-safe.
     """
 
-    anchor: Tensor
-
     @names_known
     def __init__(
         self,

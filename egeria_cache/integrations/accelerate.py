@@ -26,13 +26,12 @@ __all__ = ["attach_prepared", "keep_caches", "serve"]
 log = logging.getLogger("egeria")
 
 
+@functools.cache
 def keep_caches() -> None:
     """From now on, where Accelerate rebuilds an `EgeriaLoader`, the result is served as well."""
     adapter = getattr(accelerated, "DataLoaderAdapter", None)
     if adapter is None:
         log.warning("this release of Accelerate is not known: its loaders are uncached")
-        return
-    if hasattr(adapter.__init__, "keeps_caches"):
         return
     original = adapter.__init__
 
@@ -56,7 +55,6 @@ def keep_caches() -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         serve(self, loader._around(batch_sampler))
 
-    init.keeps_caches = True  # type: ignore[attr-defined]
     adapter.__init__ = init
 
 
