@@ -57,8 +57,7 @@ class Ranks:
         if self._group is None:
             return value
         message = [value]
-        source = dist.get_global_rank(self._group, 0)
-        dist.broadcast_object_list(message, source, group=self._group, device=self._device)
+        dist.broadcast_object_list(message, group=self._group, device=self._device, group_src=0)
         return message[0]
 
     def share(self, verdicts: list[Verdict], frozen: int) -> list[Verdict]:

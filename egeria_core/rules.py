@@ -111,8 +111,6 @@ class Bootstrap(Remembered):
 
     def observe(self, loss: float) -> bool:
         """Take the mean loss since the last look; return whether the stage is over."""
-        if self.done:
-            return True
         if self._first is None and math.isfinite(loss):
             self._first = loss
         self._recent = [*self._recent, loss][-SMOOTHED:]

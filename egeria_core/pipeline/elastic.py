@@ -282,10 +282,10 @@ class ElasticPipeline:
         """Return weights and buffers of the whole model, on the CPU, on every rank."""
         state: dict[str, Tensor] = {}
         for index, (name, block) in enumerate(self.model.named_children()):
-            own = block.state_dict() if self.rank == self.owner(index) else None
+            owner = self.owner(index)
+            own = block.state_dict() if self.rank == owner else None
             shared: list[Any] = [None if own is None else {k: v.cpu() for k, v in own.items()}]
-            source = dist.get_global_rank(self.group, self.owner(index))
-            dist.broadcast_object_list(shared, src=source, group=self.group, device=self.wire)
+            dist.broadcast_object_list(shared, group=self.group, device=self.wire, group_src=owner)
             state.update({f"{name}.{key}": value for key, value in shared[0].items()})
         return state
 

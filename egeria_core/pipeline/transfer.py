@@ -35,16 +35,14 @@ class Carrier:
         content = [tensor.detach() for tensor in (*block.parameters(), *block.buffers())], states
         file = io.BytesIO()
         torch.save(content, file)
-        peer = dist.get_global_rank(self.group, target)
         message = [file.getvalue()]
-        dist.send_object_list(message, dst=peer, group=self.group, device=self.wire)
+        dist.send_object_list(message, group=self.group, device=self.wire, group_dst=target)
         return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
 
     def receive(self, block: nn.Module, source: int) -> None:
         """Take a block from a rank of the group."""
-        peer = dist.get_global_rank(self.group, source)
         received: list[Any] = [None]
-        dist.recv_object_list(received, src=peer, group=self.group, device=self.wire)
+        dist.recv_object_list(received, group=self.group, device=self.wire, group_src=source)
 
         def to_device(storage: Any, location: str) -> Any:
             # What an optimizer keeps on the host stays there.
@@ -64,10 +62,9 @@ class Carrier:
         """Give a block's weights to all ranks of the group."""
         if dist.get_rank(self.group) != source:
             place(block, self.device)
-        peer = dist.get_global_rank(self.group, source)
         for tensor in (*block.parameters(), *block.buffers()):
             data = tensor.detach().to(self.wire).contiguous()
-            dist.broadcast(data, src=peer, group=self.group)
+            dist.broadcast(data, group=self.group, group_src=source)
             tensor.detach().copy_(data)
 
     def forget(self, block: nn.Module) -> None:

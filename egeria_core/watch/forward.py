@@ -64,13 +64,12 @@ class Hook:
         function: Called as the hook is; its answer is not used.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any] = lambda *_: None) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """Call the function, if there is one."""
-        if self._function is not None:
-            self._function(*args)
+        """Call the function."""
+        self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:  # by which copies are made as well
         return Hook, ()
