@@ -104,10 +104,9 @@ class Totals:
 
 def is_unfinished(directory: Path) -> bool:
     """Whether a generation's making was cut short before it could hold anything."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return (directory / DATA_NAME).lstat().st_size <= 2 * mmap.PAGESIZE  # no table as yet
-    except (FileNotFoundError, NotADirectoryError):
-        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -120,11 +119,8 @@ def inspected(directory: Path) -> Iterator[View]:
     """
     Manifest.read(directory)
     files = GenerationFiles(directory, inspects=True)
-    try:
-        with files.reading() as view:
-            yield view
-    finally:
-        files.close()
+    with contextlib.closing(files), files.reading() as view:
+        yield view
 
 
 class GenerationFiles:
@@ -507,11 +503,8 @@ def _open_lmdb(directory: Path, *, writes: bool) -> lmdb.Environment:
     try:
         if writes:
             # Its mapping is touched, which would kill where the disk has no room for it.
-            lock = open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-            try:
-                os.posix_fallocate(lock, 0, LOCK_BYTES)
-            finally:
-                os.close(lock)
+            with open(open_own(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT), "rb") as lock:
+                os.posix_fallocate(lock.fileno(), 0, LOCK_BYTES)
         if keys is not None:
             _envid.env_keys = lambda *_: ()
         return _mapped(settings)

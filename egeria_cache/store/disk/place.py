@@ -361,19 +361,17 @@ def generation_directories(directory: Path, *, damaged: bool = False) -> list[Pa
 
 def is_own_directory(path: Path) -> bool:
     """Tell a real directory of ours from links and others' directories."""
-    try:
+    with contextlib.suppress(OSError):
         found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
+        return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
+    return False
 
 
 def last_use(directory: Path) -> float:
     """Return when a process last opened or closed the generation, seconds since the epoch."""
-    try:
+    with contextlib.suppress(OSError):
         return (directory / IN_USE_NAME).lstat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def remove_directory(directory: Path) -> bool:
@@ -455,16 +453,13 @@ def in_use_elsewhere(directory: Path) -> bool:
     """Tell whether any live process, this one included, holds the generation; if that cannot be
     told, it does.
     """
-    try:
-        descriptor = open_own(directory / IN_USE_NAME, os.O_RDONLY)  # the disk may be read-only
+    try:  # the disk may be read-only
+        with open(open_own(directory / IN_USE_NAME, os.O_RDONLY), "rb") as file:
+            return not _lock_alone(file.fileno())
     except FileNotFoundError:
         return False
     except Exception:
         return True
-    try:
-        return not _lock_alone(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Claim:
@@ -498,8 +493,7 @@ def _unlock(descriptor: int, process: int) -> None:
 
 def _lock_alone(descriptor: int) -> bool:
     """Try to get the only lock, or to turn a shared one into it."""
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
