@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Engine:
     ) -> None:
         self._plan, self._loss_function, self._measure = plan, loss_function, loss_function
         self._group, self._device, self._wire = carrier.group, carrier.device, carrier.wire
-        self._schedules: dict[Any, Any] = {}
+        self._schedule_for = lru_cache(MAX_SCHEDULES)(self._made_for)
         self._targets: Any = None
         self._weight = 0.0
         self._rank = dist.get_rank(carrier.group)
@@ -164,20 +165,13 @@ class Engine:
 
         return tree_map(bring, tree)
 
-    def _schedule_for(self, trains: bool, size: int, kind: int) -> Any:
+    def _made_for(self, trains: bool, size: int, kind: int) -> Any:
         """Return what runs micro-batches of so many rows of a kind; a few are kept ready."""
-        key = trains, size, kind
-        schedule = self._schedules.pop(key, None)
-        if schedule is None:
-            ranks, group = self._plan.ranks, self._group
-            stage = _Stage(self._stage, self._rank, ranks, self._device, group=group)
-            # Forwards alone have one order.
-            make = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
-            schedule = make(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
-        self._schedules[key] = schedule
-        if len(self._schedules) > MAX_SCHEDULES:
-            del self._schedules[next(iter(self._schedules))]
-        return schedule
+        ranks, group = self._plan.ranks, self._group
+        stage = _Stage(self._stage, self._rank, ranks, self._device, group=group)
+        # Forwards alone have one order.
+        make = Schedule1F1B if trains and self._plan.schedule == "1F1B" else ScheduleGPipe
+        return make(stage, self._plan.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Any, numbers: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss; rows that fill it up have none."""
