@@ -250,11 +250,9 @@ class LoaderApi(EngineCallbacks):
         view = entry.view if entry is not None else next(iter(self.views.of(loader_name)), None)
         if view is None and not self.may_store(loader_name):
             return
-        kind: Kind
+        kind: Kind = "computed" if is_control or view is None else "captured"
         if entry is not None:
             kind = "served" if entry.serves_most else "partial"
-        else:
-            kind = "computed" if is_control or view is None else "captured"
         why = policy.step(loader_name, boundary, kind, seconds, num_samples)
         if why is not None:
             log.info("loader %r is computed from now on: %s", shown_name(loader_name), why)

@@ -84,9 +84,8 @@ class EgeriaCallback(Callback):
         if self._boundary is not None:
             self.cache.set_boundary(self._boundary)
         if self._given is not None and self.controller is None:
-            self.controller = self._given
-            if not hasattr(self._given, "step") or isinstance(self._given, type):
-                self.controller = self._made(trainer)
+            is_made = hasattr(self._given, "step") and not isinstance(self._given, type)
+            self.controller = self._given if is_made else self._made(trainer)
         state, self._loaded = self._loaded, None
         if state is not None and state["controller"] is not None and self.controller is not None:
             self.controller.load_state_dict(state["controller"])

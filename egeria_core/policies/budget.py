@@ -273,18 +273,14 @@ class BudgetPolicy(Remembered):
             resting = resting and self.estimate.rests(k - 1)
             saving = saved[k] * prospect.steps
             total = saving + beyond(k)
-            if k not in depths:
-                verdict = "would switch a dropout off"
-            elif not resting:
-                verdict = "still moves"
-            elif harms[k] > left:
-                verdict = "above the budget"
-            elif saving < SAFETY * prospect.cost:
-                verdict = "does not pay"
-            elif round(total, 6) < round(waiting, 6):
-                verdict = "waiting saves more"
-            else:
-                verdict = "freeze"
+            against = {
+                "would switch a dropout off": k not in depths,
+                "still moves": not resting,
+                "above the budget": harms[k] > left,
+                "does not pay": saving < SAFETY * prospect.cost,
+                "waiting saves more": round(total, 6) < round(waiting, 6),
+            }
+            verdict = next((why for why, speaks in against.items() if speaks), "freeze")
             known = {"frozen": k, "harm": harms[k], "saving": saving, "total": total}
             found.append(known | {"verdict": verdict})
         return found
