@@ -51,10 +51,9 @@ _THREAD_LOCAL = 1
 def _accelerator() -> torch.device | None:
     """Return the kind of accelerator that can be used, without an index; None: there is none."""
     kind = torch.accelerator.current_accelerator()
-    try:
+    with suppress(RuntimeError, AttributeError):  # its module does not say
         return kind if torch.accelerator.is_available() else None
-    except (RuntimeError, AttributeError):  # its module does not say
-        return kind
+    return kind
 
 
 def _is_usable(device: torch.device) -> bool:
@@ -139,10 +138,9 @@ def autocast_kinds() -> tuple[str, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Compute on a device in the numbers' own precision inside the block."""
-    try:
+    with suppress(RuntimeError, AssertionError):  # a device that has no autocast
         return torch.autocast(device.type, enabled=False)
-    except (RuntimeError, AssertionError):  # a device that has no autocast
-        return nullcontext()
+    return nullcontext()
 
 
 def moved_to(func: Callable[..., Any]) -> str | None:
@@ -353,10 +351,9 @@ class Lane:
 @functools.cache
 def pins(device: torch.device) -> bool:
     """Whether copies to and from a device can run beside the host, from page-locked memory."""
-    try:
+    with suppress(Exception):  # of any kind: each device says in its own way what it lacks
         return _is_usable(device) and bool(torch.empty(1, pin_memory=True).is_pinned())
-    except Exception:  # of any kind: each device says in its own way what it lacks
-        return False
+    return False
 
 
 def copies_beside(device: torch.device) -> bool:
@@ -371,12 +368,11 @@ def room(device: torch.device) -> int | None:
     little and ends with little: what is free between two says nothing of what it needs.
     """
     module: Any = _module_of(device) if runs_late(device) else None
-    try:
+    with suppress(Exception):  # of any kind: each device says in its own way what it lacks
         free, total = module.mem_get_info(device)
         kept, most = module.memory_reserved(device), module.max_memory_allocated(device)
-    except Exception:  # of any kind: each device says in its own way what it lacks
-        return None
-    return max(0, int(free + kept - most - total // _LEFT_ALONE) // 2)
+        return max(0, int(free + kept - most - total // _LEFT_ALONE) // 2)
+    return None
 
 
 def lock_ahead(sizes: Iterable[int], device: torch.device) -> None:

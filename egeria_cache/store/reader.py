@@ -188,8 +188,7 @@ class Fetched:
 
 
 def _is_in_memory(descriptor: int, place: int, size: int) -> bool:
-    try:
+    with contextlib.suppress(OSError, OverflowError):
         room = bytearray(max(min(size, os.fstat(descriptor).st_size - place), 0))
         return os.preadv(descriptor, [room], place, os.RWF_NOWAIT) == size
-    except (OSError, OverflowError):
-        return False
+    return False

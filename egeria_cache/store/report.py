@@ -136,11 +136,10 @@ def _kinds(record: Record | RecordError) -> dict[str, str]:
 
 def _sample(key: bytes) -> tuple[str, int]:
     """Return what a sample is called, and which variant of it this is."""
-    try:
+    with contextlib.suppress(ValueError):
         sample_id, variant = decode_key(key)
-    except ValueError:
-        return key.hex(), 0
-    return key.hex() if sample_id is None else repr(sample_id), variant
+        return key.hex() if sample_id is None else repr(sample_id), variant
+    return key.hex(), 0
 
 
 # -- a generation as one stream ------------------------------------------------------------

@@ -352,11 +352,10 @@ def generation_directories(directory: Path, *, damaged: bool = False) -> list[Pa
     Links and what belongs to others are none.
     """
     prefixes = ("gen-", SET_ASIDE) if damaged else ("gen-",)
-    try:
+    with contextlib.suppress(OSError):
         names = sorted(name for name in os.listdir(directory) if name.startswith(prefixes))
-    except OSError:
-        return []
-    return [directory / name for name in names if is_own_directory(directory / name)]
+        return [directory / name for name in names if is_own_directory(directory / name)]
+    return []
 
 
 def is_own_directory(path: Path) -> bool:
