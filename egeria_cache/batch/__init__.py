@@ -13,6 +13,7 @@ from egeria_cache.batch.batch import (
     Batch,
     Entry,
     Leaves,
+    Missing,
     PartEntry,
     Rows,
     SampleId,
@@ -44,8 +45,9 @@ from egeria_cache.batch.tensor import (
 from egeria_cache.batch.trial import forget_trials
 
 __all__ = [
-    "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Leaves", "Lengths", "Padding",
-    "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting", "flatten",
-    "forget_lost", "forget_trials", "geometry", "interleaved", "is_dense", "is_faithful", "is_rows",
-    "lost_by", "merge_rows", "overlap", "own_containers", "take_rows", "unwrap", "without_data",
+    "AbsentTensor", "Axis", "Batch", "BatchTensor", "Entry", "Fold", "Leaves", "Lengths", "Missing",
+    "Padding", "PartEntry", "Rows", "SampleId", "Structure", "at_rows", "batch_tensors", "counting",
+    "flatten", "forget_lost", "forget_trials", "geometry", "interleaved", "is_dense", "is_faithful",
+    "is_rows", "lost_by", "merge_rows", "overlap", "own_containers", "take_rows", "unwrap",
+    "without_data",
 ]  # fmt: skip

@@ -11,8 +11,9 @@ registered (such as `BatchEncoding`).
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -78,6 +79,42 @@ class Entry(Protocol):
         """
 
 
+@dataclass(eq=False, slots=True)
+class Missing:
+    """Rows that the hits of a batch leave out, and of the next batches, as far as these are loaded:
+    the model computes them together, for a forward of few rows takes longer for each.
+    """
+
+    loaded: Any
+    """These rows, collated."""
+    size: int
+    next: Missing | None = None
+    given: Callable[[], Batch | None] | None = None
+    """The batch, once it was given out."""
+    known: tuple[Any, dict[str, Tensor]] | None = None
+    """What was computed, and by which plan."""
+
+    def behind(self) -> Iterator[tuple[Missing, Leaves]]:
+        """Yield those of the next batches, with their leaves: none that the loop has written to."""
+        after = self.next
+        while after is not None:
+            if after.known is None and (leaves := after._leaves()) is not None:
+                yield after, leaves
+            after = after.next
+
+    def _leaves(self) -> Leaves | None:
+        if self.given is None:
+            return flatten(self.loaded, self.size)[1]
+        batch = self.given()
+        if batch is None or batch.absent is None:
+            return None
+        found = {
+            path: batch.rows_of(path, ~batch.absent) for path, rows in batch.leaves.items()
+            if is_rows(rows, batch.size) or is_rows(rows, self.size)
+        }  # fmt: skip
+        return None if any(rows is None for rows in found.values()) else found
+
+
 @dataclass(eq=False, kw_only=True)
 class Batch:
     """All that is known about one batch, shared by its tensors."""
@@ -107,6 +144,8 @@ class Batch:
     """Further leaves, which no sample has as its own; nothing that is stored may depend on them."""
     why_mixed: str = ""
     """Why that is so."""
+    missing: Missing | None = None
+    """What the entry leaves out, where it can be computed together with that of other batches."""
     was_computed: bool = field(default=False, init=False)
     """Whether the model was called with it where a cut is known."""
     cuts: list[Any] = field(default_factory=list, init=False)
@@ -117,6 +156,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.size = len(self.ids)
+        if self.missing is not None:
+            self.missing.given = weakref.ref(self)
         self._vouched, self._parts = dict[str, Vouched](), dict[bytes, Batch]()
         given, self.leaves = self.leaves, dict[str, Rows]()
         self._hold(given)
@@ -172,7 +213,7 @@ class Batch:
             self, ids=[self.ids[i] for i in rows], draws=self.draws[rows], leaves=leaves,
             load_rows=partial(_load_part, self.load_rows, rows, self.size), planned_entry=part,
             context=None if self.context is None else self.context.select(rows),
-            lengths=None if self.lengths is None else self.lengths.select(rows),
+            lengths=None if self.lengths is None else self.lengths.select(rows), missing=None,
         )  # fmt: skip
         return self._parts[known]
 

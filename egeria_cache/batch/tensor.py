@@ -26,7 +26,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from egeria_cache import attempt
 from egeria_cache.batch import batch as batches
 from egeria_cache.batch.batch import Batch, Func, Kwargs, Leaves, Vouched
-from egeria_cache.batch.chain import Chained, Op, Ops, Raw, Slot, derived, name_of, selected_rows
+from egeria_cache.batch.chain import (
+    PLAIN,
+    Chained,
+    Op,
+    Ops,
+    Raw,
+    Slot,
+    derived,
+    name_of,
+    selected_rows,
+)
 from egeria_cache.batch.trial import operation
 from egeria_cache.device import LEAF_FLAGS, located
 
@@ -88,6 +98,16 @@ class BatchTensor(Chained, Tensor):
             loaded: What `batch.load_rows(mask)` gave; used if this leaf's own rows are absent.
         """
         return batches.take_rows(self.full(), self.fold.mask(mask))
+
+    def of(self, loaded: Leaves) -> Tensor:
+        """Return the plain rows of another batch, after `chain`, from what was loaded of it.
+
+        Raises:
+            LookupError: They do not stand one by one.
+        """
+        if self.fold != PLAIN:
+            raise LookupError("the rows of a sample stand apart")
+        return derived(self.leaf, self.chain, loaded, self.device)
 
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         """Return the result of an operation on leaves of a batch, this one among them."""

@@ -109,6 +109,7 @@ class Assembly:
     def _load_instead(self, plan: Plan) -> Any:
         """Load a whole batch in this process: what was planned to be read cannot be."""
         assert plan.entry is not None
+        plan.missing = None
         self.cache.counters.counts.refetched += plan.entry.num_hits
         task = plan.task.take(np.ones(len(plan.task.ids), bool))
         return self._tag(plan, self._source.measure(task))
@@ -339,8 +340,8 @@ class Assembly:
             load_rows=partial(self._load_rows, task, lengths, None if found is None else [*leaves]),
             planned_entry=entering,
             context=BatchContext(source, structure, task, metas, constants, age),
-            may_be_stored=stores, lengths=lengths, mixed={} if found is None else found.mixed,
-            why_mixed=source.study.company or "",
+            may_be_stored=stores, lengths=lengths, missing=plan.missing,
+            mixed={} if found is None else found.mixed, why_mixed=source.study.company or "",
         )  # fmt: skip
 
     def _load_rows(

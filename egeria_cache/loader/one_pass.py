@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import _profiler_enabled as _profiles
 
-from egeria_cache.attempt import outside_inference_mode
-from egeria_cache.batch import forget_lost
+from egeria_cache.attempt import Attempt, outside_inference_mode
+from egeria_cache.batch import Missing, forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress
-from egeria_cache.prefetch import Prefetcher
+from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource, task_loader
 
 
@@ -66,6 +66,10 @@ class Pass:
         self._steps: deque[Plan] = deque(maxlen=2)
         """Batches that were given out, and their steps not noted: a trainer may ask for the next
         one before it computes (Accelerate does)."""
+        self._loaded: deque[Loaded | Exception] = deque()
+        """What was loaded ahead of its turn."""
+        self._together: list[tuple[Plan, float]] = []
+        """Steps whose misses were computed with those of a later one, and their seconds."""
         self._since, self._num_calls, self._fewest = 0.0, 0, sys.maxsize
         self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
@@ -137,12 +141,9 @@ class Pass:
         state = progress.drawn.popleft() if progress.drawn else progress.sampler
         loads = time.perf_counter()
         try:
-            if not self._loads_here or not planner.undispatched or _profiles():
-                loaded = next(self._workers)
-            elif (task := planner.undispatched.popleft()).indices is None:
-                loaded = Loaded(task.number, None, frozenset())
-            else:  # past the inner DataLoader, which takes 50 us
-                loaded = source.samples.load_task(task)
+            loaded = self._loaded.popleft() if self._loaded else self._load()
+            if isinstance(loaded, Exception):
+                raise loaded
         except Exception as error:
             if planner.planned and not isinstance(error, StopIteration):
                 planner.planned.popleft()
@@ -151,6 +152,8 @@ class Pass:
         source.samples.drawn |= loaded.drawn  # what workers saw
         source.samples.company = loaded.company or source.samples.company
         plan = planner.take(loaded.number)
+        if plan.entry is not None and not self._loaded:
+            self._load_behind(plan, plan.entry, loaded.data)
         if (cache := self._cache) is None:
             progress.sampler, progress.yielded = state, progress.yielded + 1
             return loaded.data
@@ -176,6 +179,41 @@ class Pass:
             cache.policy.schedules[source.key].loads.append(loaded.load_s)
             self._times_loading = cache.policy.wants_timing(source.key)
         return batch
+
+    def _load(self) -> Loaded:
+        """Load what the next plan leaves to be loaded."""
+        undispatched = self._planner.undispatched
+        if not self._loads_here or not undispatched or _profiles():
+            return next(self._workers)
+        if (task := undispatched.popleft()).indices is None:
+            return Loaded(task.number, None, frozenset())
+        # Past the inner DataLoader, which takes 50 us.
+        return self._source.samples.load_task(task)
+
+    def _load_behind(self, plan: Plan, entry: PlannedEntry, data: Any) -> None:
+        """Load the next batches as well, as long as what hits leave out of them fills one batch:
+        the model computes it together.
+        """
+        planned, last, total = [*self._planner.planned], plan, entry.num_misses
+        if workers := self._loader.num_workers:  # half of what they have ready: they are to go on
+            planned = planned[: (self._loader.prefetch_factor or 2) * workers // 2]
+        is_alike = entry.view.padding is None and not plan.loads_hits
+        for behind in planned if total and is_alike else ():
+            one = behind.entry
+            if one is None or behind.loads_hits or one.view is not entry.view:
+                break
+            total += one.num_misses
+            if total - one.num_misses / 2 > len(plan.task.ids):
+                break
+            with Attempt() as tried:
+                self._loaded.append(loaded := self._load())
+            if tried.error is not None:
+                self._loaded.append(tried.error)  # it is raised in its turn
+                break
+            if one.num_misses:
+                last.missing = last.missing or Missing(data, entry.num_misses)
+                last.missing.next = behind.missing = Missing(loaded.data, one.num_misses)
+                last = behind
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.
@@ -221,12 +259,19 @@ class Pass:
         self._fewest = min(self._fewest, num_calls)
         if num_calls > self._fewest:
             cache.policy.unnoted_s = 0.0
+            self._together.clear()
             return now
+        self._together.append((plan, seconds))
+        if plan.missing is not None and plan.missing.next is not None:
+            return now  # the first of them has paid for all
+        seconds = sum(spent for _, spent in self._together) / len(self._together)
         with self._beside:
-            cache.note_step(
-                self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
-                is_control=plan.control is not None,
-            )  # fmt: skip
+            for plan, _ in self._together:
+                cache.note_step(
+                    self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
+                    is_control=plan.control is not None,
+                )  # fmt: skip
+        self._together.clear()
         return now
 
     def _start_workers(self) -> Iterator[Loaded]:

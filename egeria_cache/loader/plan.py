@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
+from egeria_cache.batch import Missing
 from egeria_cache.loader.resume import Progress
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
@@ -81,6 +82,8 @@ class Plan:
     """It could be served from this, and is computed to know what that costs."""
     loads_hits: bool = False
     """Whether hits are loaded as well, for what stands beside what is stored."""
+    missing: Missing | None = None
+    """The rows that hits leave out, where they can be computed with those of the next batches."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
-from egeria_cache.batch import Batch, Entry, batch_tensors, unwrap
+from egeria_cache.batch import (
+    Batch,
+    Entry,
+    Leaves,
+    Missing,
+    batch_tensors,
+    interleaved,
+    unwrap,
+)
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached
@@ -478,9 +486,9 @@ class SkipEngine:
         waits = chosen is not None and chosen[1]
         if self._audits.asked and not self._confirmed(wait=waits):
             return self._plainly(call)
-        hit = None if entry.hit.all() else entry.hit
-        known = None if hit is None or True in source.by_rows else self._complete(source, call, hit)
-        return self._replay(source, here, call, (hit, stored, known))
+        if not entry.hit.all():
+            stored = self._complete(source, call, entry.hit, stored)
+        return self._replay(source, here, call, stored)
 
     def _first(self, key: tuple[Any, ...], call: Invocation) -> Any:
         """Prove a cut on this batch; whatever comes of it, return the plain result."""
@@ -624,7 +632,8 @@ class SkipEngine:
         loaded = call.batch.load_rows(mask)
         same, fresh = self.host.audit_leaves(call.batch, mask, loaded), Rows()
         if same:
-            fresh = replay.prefix(self._forward, source, call, mask, call.rows(mask, loaded))
+            inputs, num_rows = call.rows(mask, loaded), int(mask.sum())
+            fresh = replay.prefix(self._forward, source, inputs, num_rows)
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():
@@ -653,19 +662,45 @@ class SkipEngine:
                     return False
         return True
 
-    def _complete(self, source: ReplayPlan, call: Invocation, hit: np.ndarray) -> Rows:
-        """Run the prefix on the misses alone."""
-        fresh = replay.prefix(self._forward, source, call, ~hit, call.rows(~hit))
+    def _complete(
+        self, source: ReplayPlan, call: Invocation, hit: np.ndarray, stored: Rows
+    ) -> Rows:
+        """Return the rows in order, those among them that the prefix computes alone."""
+        missing = call.batch.missing
+        if missing is None or source.draws:
+            missing = Missing(None, len(hit) - int(hit.sum()))
+        if missing.known is None and missing.next is not None:
+            with Attempt():  # if it is the model's own error, it raises it again
+                self._compute(source, call, hit, missing, [*missing.behind()])
+        if missing.known is None or missing.known[0] is not source:
+            self._compute(source, call, hit, missing, [])
+        assert missing.known is not None
+        fresh: Rows = missing.known[1]
         if source.boundary == self.boundary:
             self._captured(source, call, ~hit, fresh)
-        return fresh
+        return {
+            name: interleaved(hit, stored[name].to(rows.device), rows)
+            for name, rows in fresh.items()
+        }
+
+    def _compute(
+        self, source: ReplayPlan, call: Invocation, hit: np.ndarray, missing: Missing,
+        behind: list[tuple[Missing, Leaves]],
+    ) -> None:  # fmt: skip
+        """Run the prefix on the misses, and with them on those of the next batches."""
+        parts, stop = [missing, *(one for one, _ in behind)], 0
+        inputs = call.rows(~hit, behind=[leaves for _, leaves in behind])
+        found = replay.prefix(self._forward, source, inputs, sum(one.size for one in parts))
+        for one in parts:
+            start, stop = stop, stop + one.size
+            one.known = source, {name: rows[start:stop] for name, rows in found.items()}
 
     def _replay(
-        self, source: ReplayPlan, plan: ReplayPlan | None, call: Invocation, entered: replay.Entered
+        self, source: ReplayPlan, plan: ReplayPlan | None, call: Invocation, stored: Rows
     ) -> Any:
         """Enter at `source`'s cut; an older one than `plan`'s fills the newer one on the way."""
         try:
-            output, fresh, rows = replay.replay(self._forward, source, plan, call, entered)
+            output, rows = replay.replay(self._forward, source, plan, call, stored)
         except BaseException as raised:
             self._running["call"].note(raised)
             raise
@@ -680,8 +715,6 @@ class SkipEngine:
                 self._refuse(key, error)
         if plan is not None and rows is not None:
             self._captured(plan, call, None, rows)
-        if fresh and entered[0] is not None and source.boundary == self.boundary:
-            self._captured(source, call, ~entered[0], fresh)
         return output if source.growth is None else self._watched(source, call, output)
 
     def _captured(

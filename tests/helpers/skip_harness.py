@@ -144,8 +144,8 @@ def ways(monkeypatch):
         run = getattr(replay, way)
 
         def wrapped(forward, plan, *args):
-            call = next(arg for arg in args if isinstance(arg, Invocation))
-            rows = next((int(a.sum()) for a in args if isinstance(a, np.ndarray)), call.batch.size)
+            rows = next(a.batch.size if isinstance(a, Invocation) else a
+                        for a in args if isinstance(a, Invocation | int))  # fmt: skip
             taken.append((way, rows))
             return run(forward, plan, *args)
 

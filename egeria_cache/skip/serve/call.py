@@ -250,18 +250,30 @@ class Invocation:
         self.lent[:] = lend(given, ours)
         return built
 
-    def rows(self, mask: np.ndarray, loaded: Mapping[str, Any] | None = None) -> Arguments:
+    def rows(
+        self,
+        mask: np.ndarray,
+        loaded: Mapping[str, Any] | None = None,
+        behind: Sequence[Mapping[str, Any]] = (),
+    ) -> Arguments:
         """Return (args, kwargs) of the masked rows: those that the batch's entry misses, or from
-        what was loaded again for them.
+        what was loaded again for them; and `behind` them of what was loaded for other batches.
+
+        Raises:
+            LookupError: What others would come with is not known.
         """
 
         def swap(position: int, leaf: Any) -> Any:
             if position in self.tagged:
                 with torch.inference_mode(False):
-                    return leaf.misses() if loaded is None else leaf.rows(mask, loaded)
+                    own = leaf.misses() if loaded is None else leaf.rows(mask, loaded)
+                    return torch.cat([own, *map(leaf.of, behind)]) if behind else own
             whole = plain(leaf)
-            has_rows = whole.dim() and whole.shape[0] == self.batch.size
-            return batches.take_rows(whole, mask) if has_rows else whole
+            if not (whole.dim() and whole.shape[0] == self.batch.size):
+                return whole
+            if behind:
+                raise LookupError("an argument has rows that are not the loader's")
+            return batches.take_rows(whole, mask)
 
         return self.rebuild(swap)
 

@@ -84,7 +84,6 @@ _MAX_DEPTH, _MAX_HELD = 8, 256
 _NOT_LOOKED_INTO = (type, types.ModuleType, nn.Module, Tensor)
 _Call = Callable[..., Any]
 _Modes = tuple[bool, tuple[tuple[str, torch.dtype], ...]]
-_NO_ROWS = frozenset({_Mark, type(None), bool, float, str, torch.dtype, torch.device})
 
 
 class LeftOut(NamedTuple):
@@ -98,39 +97,16 @@ class LeftOut(NamedTuple):
     modes: _Modes
     """Whether autograd recorded, and what was cast."""
 
-    @property
-    def leaves(self) -> Sequence[Any]:
-        """What it is given: one placeholder, as most modules are, or any tree."""
-        args, kwargs = self.given
-        is_one = len(args) == 1 and not kwargs and type(args[0]) is _Mark
-        return args if is_one else tree_leaves(self.given)
-
-    @property
-    def is_by_rows(self) -> bool:
-        """Whether it can be made for some of the rows: it is told no size, and of tensors it is
-        given what was left out alone.
-        """
-        kinds = set(map(type, self.leaves))
-        if "SymInt" not in str(getattr(self.function, "_schema", "SymInt")):  # of an operator
-            kinds.discard(int)
-        return kinds <= _NO_ROWS
-
-    def make(self, values: Mapping[Any, Any]) -> tuple[Any, Sequence[Any]]:
-        """Make it, with these values of what it is given; return what it gives, and the leaves."""
-        args, kwargs = self.given
-        if self.leaves is args:
-            args = (values[args[0]],)
-        else:
-            args, kwargs = tree_map_only(_Mark, values.__getitem__, self.given)
+    def make(self, values: Mapping[Any, Any]) -> list[Any]:
+        """Make it, with these values of what it is given; return the leaves of what it gives."""
+        args, kwargs = tree_map_only(_Mark, values.__getitem__, self.given)
         records, autocast = self.modes
         with torch.set_grad_enabled(records), contextlib.ExitStack() as modes:
-            if autocast != (autocast_modes() if torch._C._is_any_autocast_enabled() else ()):
-                for kind, _ in autocast_modes():
-                    modes.enter_context(torch.autocast(kind, enabled=False))
-                for kind, dtype in autocast:
-                    modes.enter_context(torch.autocast(kind, dtype))
-            output = self.function(*args, **kwargs)
-        return output, [output] if isinstance(output, Tensor) else tree_leaves(output)
+            for kind, _ in autocast_modes():
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            for kind, dtype in autocast:
+                modes.enter_context(torch.autocast(kind, dtype))
+            return tree_leaves(self.function(*args, **kwargs))
 
 
 def _holds_placeholders(node: Any) -> bool:
@@ -232,7 +208,7 @@ class Scene:
             with torch._C._EnableTorchFunction():
                 for call in self.left_out:
                     with contextlib.suppress(LookupError):  # what it was given may not be there
-                        both = zip(call.gives, call.make(self.values)[1], strict=False)
+                        both = zip(call.gives, call.make(self.values), strict=False)
                         self.values.update((m, one) for m, one in both if one is not None)
                 self._share()
         return self.why is not None

@@ -68,9 +68,6 @@ class ReplayPlan:
     """Which of the tensors that left-out calls are given are written to later, as they come."""
     opaque_outputs: frozenset[int] = frozenset()
     """Leaves of the model's output that cannot be had on a hit."""
-    by_rows: list[bool] = field(default_factory=list)
-    """Whether a hit computes rows that are missing on its way, by what it leaves out; empty: not
-    tried as yet. One list for batches of all lengths."""
     key: tuple[Any, ...] = ()
     """Signature of the calls that it serves."""
     others: list[nn.Module] = field(default_factory=list)

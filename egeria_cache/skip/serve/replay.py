@@ -12,13 +12,11 @@ from contextlib import nullcontext, suppress
 from threading import get_ident
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from egeria_cache.attempt import Attempt, is_ours
-from egeria_cache.batch import interleaved
 from egeria_cache.device import runs_late, synchronize
 from egeria_cache.errors import BoundaryError
 from egeria_cache.pystate import RandomState
@@ -32,8 +30,6 @@ from egeria_cache.skip.state.quiet import quietly
 
 Forward = Callable[..., Any]
 Rows = dict[str, Tensor]
-Entered = tuple[np.ndarray | None, Rows, Rows | None]
-"""Which rows of a batch are stored, if not all are; these; and the others, if they are known."""
 
 
 class PrefixDone(BaseException):
@@ -189,9 +185,9 @@ class ReplayRun(PrefixRun):
         self.own = [one for one in made if isinstance(one, Placeholder | placeholder.Unavailable)]
         """All that it has made."""
 
-    def begin(self, values: Mapping[Slot, Tensor], entered: Entered = (None, {}, None)) -> None:
-        """Enter with these values of the cached tensors, or with some rows alone."""
-        self.values, self.entered, self.fresh = values, entered, Rows()
+    def begin(self, values: Mapping[Slot, Tensor]) -> None:
+        """Enter with these values of the cached tensors."""
+        self.values = values
         self.position, self._inside, self._thread = 0, False, get_ident()
         scene = self.scene
         scene.after_boundary = scene.finished = False
@@ -208,7 +204,7 @@ class ReplayRun(PrefixRun):
     def returned(self, module: nn.Module) -> None:
         """What runs from now on is active."""
         self.scene.after_boundary, guard = True, self.plan.guard
-        if self.fresh or (guard is not None and guard.has_hooks):
+        if guard is not None and guard.has_hooks:
             when_returned(module, self.plan.returned)
 
     def takes(
@@ -226,11 +222,6 @@ class ReplayRun(PrefixRun):
         is_one = not kwargs and len(args) == 1 and type(args[0]) is Placeholder
         given = ((args[0].mark,), {}) if is_one else scene.marked((args, kwargs))
         scene.left_out.append(LeftOut(original, given, gives, modes))
-        is_in_part = self.entered[0] is not None and False not in plan.by_rows
-        if is_in_part and index == len(self.steps) - 1:
-            self._complete(*self.entered)
-            if scene.why is not None:
-                return original(*args, **kwargs)
         if not (step.cached or step.constants or plan.same):
             return stand_ins[0] if step.single else tree_unflatten(stand_ins, step.spec)
         leaves = list(stand_ins)
@@ -275,49 +266,6 @@ class ReplayRun(PrefixRun):
             values[slot] = leaf.clone() if copies else leaf
         return values
 
-    def _complete(self, hit: Any, stored: Rows, known: Rows | None) -> None:
-        """Compute what crosses of the other rows by what was left out. The first time it is `known`
-        from a run of its own, which has to give the same.
-        """
-        plan, size = self.plan, len(hit) - int(hit.sum())
-        with Attempt() as tried:
-            fresh = self._rows(size) if known is None else quietly(self._rows, size)
-        if known is not None:
-            # Nothing else may be given out before.
-            is_there = tried.error is None and {at for at, _ in self.values} == {self.position}
-            plan.by_rows[:] = [is_there and all(map(torch.equal, known.values(), fresh.values()))]
-        elif (error := tried.error) is None:
-            self.fresh, self.values = fresh, self.values_of(merged(hit, stored, fresh))
-        else:
-            why = error if isinstance(error, BoundaryError) else Escape.at((), repr(error))
-            plan.by_rows[:] = [False]
-            if not self.scene.settle(why):
-                raise why
-
-    def _rows(self, size: int) -> Rows:
-        """Make the calls that were left out with the rows that are missing, and let go of what they
-        give as a forward would; return what crosses.
-        """
-        capture, calls = CaptureRun(self.plan, size, stop=True), self.scene.left_out
-        last, values = {one: call for call in calls for one in call.leaves}, dict[Any, Any]()
-        for call in calls:
-            if call.function is plain:
-                with torch.inference_mode(False):
-                    values[call.gives[0]] = call.given[0][0].misses()
-                continue
-            if not call.is_by_rows:
-                raise Escape.at((), str(call.function))
-            output, leaves = call.make(values)
-            if not isinstance(call.function, torch._ops.OpOverload):
-                capture.ends(self.steps[capture.position], output)
-                capture.position += 1
-            for one in call.leaves:
-                if last[one] is call:
-                    values.pop(one, None)
-            values |= {m: one for m, one in zip(call.gives, leaves, strict=False) if m in last}
-        assert capture.rows is not None
-        return capture.rows
-
     def _stand_ins(self, index: int) -> tuple[list[Any], list[Any]]:
         """Return what stands for the leaves of a step's output where nothing was stored, and the
         marks of that.
@@ -361,23 +309,15 @@ def timed(forward: Forward, module: nn.Module, call: Invocation) -> tuple[Any, f
     return output, returned[-1] - returned[0], now() - returned[0]
 
 
-def merged(hit: np.ndarray, stored: Rows, fresh: Rows) -> Rows:
-    """Return the rows of a batch in order: those that hit, and the others."""
-    pairs = ((name, stored[name].to(rows.device), rows) for name, rows in fresh.items())
-    return {name: interleaved(hit, old, new) for name, old, new in pairs}
-
-
-def prefix(
-    forward: Forward, source: ReplayPlan, call: Invocation, rows: np.ndarray, inputs: Arguments
-) -> Rows:
-    """Run the prefix on the masked rows alone, and leave the model where the boundary returns.
+def prefix(forward: Forward, source: ReplayPlan, inputs: Arguments, num_rows: int) -> Rows:
+    """Run the prefix on so many rows alone, and leave the model where the boundary returns.
 
     `inputs` are the arguments for these rows.
 
     Raises:
         BoundaryError: The model took another way this time.
     """
-    capture = CaptureRun(source, int(rows.sum()), stop=True)
+    capture = CaptureRun(source, num_rows, stop=True)
     generators = RandomState.now() if source.draws else None
     # The code around the boundary will run again, in the replay: let it count once.
     state = source.surroundings.but_modules(source.moving)
@@ -400,15 +340,14 @@ def replay(
     source: ReplayPlan,
     plan: ReplayPlan | None,
     call: Invocation,
-    entered: Entered,
-) -> tuple[Any, Rows, Rows | None]:
+    stored: Rows,
+) -> tuple[Any, Rows | None]:
     """Enter at `source`'s cut; if the boundary has moved on, capture `plan`'s on the way.
 
     Both are those for batches of these lengths; None if such a batch has to be seen first.
 
     Returns:
-        The model's output, the rows of `source` that were missing, and those of `plan` if it is
-        another one.
+        The model's output, and the rows of `plan` if it is another one than `source`.
 
     Raises:
         BoundaryError: Something skipped was needed after all, and cannot be had any more. The
@@ -420,10 +359,8 @@ def replay(
         if len(source.replays) >= _MAX_SIZES:
             source.replays.clear()
         run = source.replays[size] = ReplayRun(source, size)
-    source.escaped, (hit, rows, known) = None, entered
-    if hit is not None and known is not None:
-        rows = merged(hit, rows, known)
-    run.begin(run.values_of(rows) if hit is None or known is not None else {}, entered)
+    source.escaped = None
+    run.begin(run.values_of(stored))
     args, kwargs = call.rebuild(run.input)
     if not call.layout.is_flat:
         call.noted((args, kwargs))
@@ -449,7 +386,6 @@ def replay(
             torch.set_rng_state(generators)
         raise
     finally:
-        fresh = run.fresh
         run.begin({})
         run.scene.finished = True
         if run.scene.why is not None:
@@ -457,8 +393,8 @@ def replay(
             source.replays.clear()  # its placeholders stay what they are now
             run.scene.let_go()
     if run.scene.why is not None:
-        return tree_map_only((Placeholder, placeholder.Unavailable), _followed, output), fresh, None
-    return output, fresh, capture.rows if capture is not None else None
+        return tree_map_only((Placeholder, placeholder.Unavailable), _followed, output), None
+    return output, capture.rows if capture is not None else None
 
 
 def _followed(one: Any) -> Any:
