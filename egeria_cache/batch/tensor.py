@@ -103,11 +103,12 @@ class BatchTensor(Chained, Tensor):
         """Return the plain rows of another batch, after `chain`, from what was loaded of it.
 
         Raises:
-            LookupError: They do not stand one by one.
+            LookupError: They do not stand one by one, or are of another kind.
         """
-        if self.fold != PLAIN:
-            raise LookupError("the rows of a sample stand apart")
-        return derived(self.leaf, self.chain, loaded, self.device)
+        rows = derived(self.leaf, self.chain, loaded, self.device)
+        if self.fold != PLAIN or rows.dtype != self.dtype:
+            raise LookupError("rows of another batch cannot stand behind these")
+        return rows
 
     def _apply(self, op: Op, parts: Sequence[BatchTensor]) -> BatchTensor:
         """Return the result of an operation on leaves of a batch, this one among them."""

@@ -187,8 +187,11 @@ class Pass:
             return next(self._workers)
         if (task := undispatched.popleft()).indices is None:
             return Loaded(task.number, None, frozenset())
-        # Past the inner DataLoader, which takes 50 us.
-        return self._source.samples.load_task(task)
+        try:  # past the inner DataLoader, which takes 50 us
+            return self._source.samples.load_task(task)
+        except KeyboardInterrupt:  # who goes on with this pass gets the batch
+            undispatched.appendleft(task)
+            raise
 
     def _load_behind(self, plan: Plan, entry: PlannedEntry, data: Any) -> None:
         """Load the next batches as well, as long as what hits leave out of them fills one batch:

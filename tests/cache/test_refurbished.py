@@ -3,6 +3,7 @@
 import json
 import logging
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.cache import loader_api
 from egeria_cache.inspect import main
 from egeria_cache.samples import Clock, Draws
+from egeria_cache.skip.serve import replay
 from tests.helpers.gloo import run_ranks
 from tests.helpers.nets import Images, frozen_net, sgd, train_steps
 from tests.helpers.runs import cached, resumable, run
@@ -38,7 +40,7 @@ class Scheduled(Dataset):
             return self.data[index]
 
 
-def scheduled(draws, *, epochs, boundary="layer1", since=0):
+def scheduled(draws, *, epochs, boundary="layer1", since=0, shuffle=True, loop=iter):
     """Train as `run` does, without anything of a cache: the loss of every step."""
     model = frozen_net(boundary)
     data, optimizer, losses = Scheduled(draws, since), sgd(model), []
@@ -47,7 +49,7 @@ def scheduled(draws, *, epochs, boundary="layer1", since=0):
         model.train()
         for module in front if boundary else ():
             module.eval()
-        for images, targets in DataLoader(data, 8, shuffle=True):
+        for images, targets in loop(iter(DataLoader(data, 8, shuffle=shuffle))):
             loss = take_step(F.cross_entropy(model(images), targets), optimizer)
             losses.append(loss.item())
     return losses
@@ -67,6 +69,81 @@ def test_losses_are_those_of_the_same_schedule_without_a_cache(tmp_path, reuse, 
     assert served[3].hits + served[3].misses == 7 * 48
     made = 48 * (1 + 6 / reuse) if reuse else 48 * kept
     assert served[3].misses == pytest.approx(made, rel=0.25)
+
+
+def by_threes(batches, *, writes=False):
+    while some := list(islice(batches, 3)):
+        for images, _ in some if writes else ():
+            images.mul_(2)
+        yield from some
+
+
+LOOPS = {
+    "as_they_come": (iter, 0.5),
+    "by_threes": (by_threes, 0.5),
+    "written_to": (partial(by_threes, writes=True), 0.5),
+    "some_left_out": (lambda batches: (b for n, b in enumerate(batches) if n % 3), 0.8),
+    "twice": (lambda batches: (b for b in batches for _ in range(2)), 0.5),
+    "in_turns": (lambda batches: ((x * (1 + n % 2), y) for n, (x, y) in enumerate(batches)), 1),
+}
+
+
+@pytest.mark.parametrize(("loop", "most"), LOOPS.values(), ids=list(LOOPS))
+@pytest.mark.parametrize("workers", [0, 4])
+def test_what_hits_leave_out_is_computed_for_batches_in_a_row(
+    tmp_path, monkeypatch, loop, most, workers
+):
+    prefix, sizes, losses = replay.prefix, [], []
+    monkeypatch.setattr(replay, "prefix", lambda *args: (sizes.append(args[-1]), prefix(*args))[1])
+    with cached(tmp_path, audit_rate=0) as (model, cache):
+        loader = EgeriaLoader(Images(), 8, cache=cache, seed=3, num_workers=workers)
+        optimizer = sgd(model)
+        for _ in range(8):
+            model.train()
+            for images, targets in loop(iter(loader)):
+                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
+                losses.append(loss.item())
+            cache.flush()
+        stats = cache.stats()
+    expected = scheduled(Draws(3, 4), epochs=8, shuffle=False, loop=loop)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    assert stats.hits > 48
+    assert len([size for size in sizes if size > 1]) < most * stats.partial_batches  # audits: 1
+    assert max(sizes) > 4 or most == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "workers"), [(ValueError, 0), (ValueError, 2), (KeyboardInterrupt, 0)]
+)
+def test_what_a_sample_raises_that_is_loaded_ahead_comes_in_its_turn(tmp_path, error, workers):
+    raised = []
+
+    class Torn(Images):
+        def __getitem__(self, index):
+            if index == 32 and epoch == 4 and not (error is KeyboardInterrupt and raised):
+                raised.append(index)
+                raise error("torn")
+            return super().__getitem__(index)
+
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Torn(), 8, cache=cache, seed=3, num_workers=workers)
+        for epoch in range(5):  # noqa: B007
+            batches, given, is_over = iter(loader), [], False
+            while not is_over:
+                try:
+                    images, targets = next(batches)
+                    given.append(targets[0].item())
+                    model(images)
+                except error:
+                    given.append(None)
+                except StopIteration:
+                    is_over = True
+            cache.flush()
+    order = Images().targets[::8].tolist()
+    if error is ValueError:
+        assert given == [*order[:4], None, order[5]]
+    else:  # what was about to be given out may be lost, and no more
+        assert (given.count(None), len(given)) in {(1, 6), (1, 7)}
 
 
 @pytest.mark.cases(1)

@@ -77,14 +77,6 @@ def test_what_mixed_batches_leave_behind_is_what_whole_ones_leave(monkeypatch):
     assert (seen, [way for way, _ in taken].count("prefix")) == ([8, 8, 8, 8], 4)
 
 
-def test_missing_rows_are_computed_on_the_way_of_a_hit_once_that_gave_the_same(monkeypatch):
-    harness, taken = make(), ways(monkeypatch)
-    for first in (0, 4, 8, 12):
-        assert_same_run(harness, call, [range(first, first + 8)], exact=False)
-    assert [way for way, _ in taken] == ["full", "prefix", "replay", "replay", "replay"]
-    assert set(harness.host.stored[harness.engine.cut]) == set(range(20))
-
-
 def test_states_in_turns_that_are_seen_late_are_left_alone():
     harness = make()
     for n in range(24):
