@@ -38,10 +38,10 @@ def speed(name: str, *, epochs: int, num_samples: int) -> dict[str, float]:
     """Train on crops of photographs by plain PyTorch, and with a cache, defaults all.
 
     Returns:
-        The front's share of a plain step; medians of processor milliseconds of a step by plain
-        PyTorch, of one in a later epoch with a cache, and, in turns with these epochs, of one by
-        hand that loads and computes the fresh rows alone, keeps them, and has the others in memory;
-        and the ratio of whole runs.
+        The front's share of a plain step; means of processor milliseconds of a step by plain
+        PyTorch, of one in a later epoch with a cache (where one computes new rows of several), and,
+        in turns with these epochs, of one by hand that loads and computes its new rows alone, keeps
+        them, and has the others in memory; and the ratio of whole runs.
     """
     make, side, _ = MODELS[name]
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def speed(name: str, *, epochs: int, num_samples: int) -> dict[str, float]:
                 steps["by_hand"] += by_hand.epoch()
                 began = time.process_time()
     cached_s += time.process_time() - began
-    found = {f"{key}_ms": 1e3 * statistics.median(times) for key, times in steps.items()}
+    found = {f"{key}_ms": 1e3 * statistics.mean(times) for key, times in steps.items()}
     return {
         "share": share,
         **found,
