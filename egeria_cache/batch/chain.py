@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -330,12 +331,7 @@ def _indexed(index: Any, num_rows: int) -> Selection | None:
         return None
     rows = torch.arange(num_rows)[first.cpu() if isinstance(first, Tensor) else first]
     at = first if isinstance(first, slice) else rows
-    return [(rows.numpy(), partial(_take, at))], False, rest
-
-
-def _take(at: Any, tensor: Tensor) -> Tensor:
-    index = at.to(tensor.device) if isinstance(at, Tensor) else at
-    return tensor[index]
+    return [(rows.numpy(), itemgetter(at))], False, rest
 
 
 def _call(

@@ -165,6 +165,8 @@ class Fetched:
         try:
             found = self._view.record(key, self._entries[row])
             values = [found.value(at) for at in range(len(found.payload))]
+            self.hit[row] = True
+            return values
         except OSError as error:
             self._fail(row, f"the disk cannot read it: {error.strerror}", replaceable=False)
         except codecs.NeedsKernelError:
@@ -172,9 +174,6 @@ class Fetched:
         except RecordError as error:
             if self._view.located([key])["size"][0]:  # else it was superseded since it was located
                 self._fail(row, str(error))
-        else:
-            self.hit[row] = True
-            return values
         return None
 
     def _stacked(self, values: list[Any]) -> Column:
