@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -191,10 +190,9 @@ def fp32_precision() -> Any:
     """Return how exactly kernels multiply numbers of 32 bits: "highest", if not told otherwise."""
     with suppress(RuntimeError):  # it was told by backend
         return torch.get_float32_matmul_precision()
-    return _BY_BACKEND(torch.backends)
+    backends: Any = torch.backends
+    return backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
 
-
-_BY_BACKEND = attrgetter("mkldnn.matmul.fp32_precision", "cuda.matmul.fp32_precision")
 
 # ---- order on a device ---------------------------------------------------------------------------
 

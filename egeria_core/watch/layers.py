@@ -19,9 +19,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from egeria_cache import EgeriaError
 from egeria_cache.skip import blocks, differs_in_training, holds_stage
 
-DEFAULT_NUM_LAYERS = 7
-"""What the paper uses for ResNet-56; more layers freeze in finer steps but each needs its own
-2 W evaluations, so that deep ones are never reached."""
 SMALL = 0.1
 """A unit below this part of the ideal size (a stem, a norm, a small head) joins its neighbour."""
 LIGHT = 0.05
@@ -59,7 +56,7 @@ def find_layers(
     model: nn.Module,
     pattern: str | None = None,
     *,
-    num_layers: int = DEFAULT_NUM_LAYERS,
+    num_layers: int = 7,
     order: Mapping[str, int] | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> list[Layer]:
@@ -70,7 +67,9 @@ def find_layers(
         pattern: Regular expression; every module whose whole qualified name matches becomes one
             layer (`r"layer\\d+\\.\\d+"`), instead of the balanced parse.
         num_layers: Wanted number of layers of the balanced parse; the model's own blocks are
-            never cut, so that the result may have fewer or a few more.
+            never cut, so that the result may have fewer or a few more. 7 are what the paper uses
+            for ResNet-56; more layers freeze in finer steps but each needs its own 2 W evaluations,
+            so that deep ones are never reached.
         order: Position of each module's return in a real forward, by name. Modules that are not
             in it did not run and are left out. Without it, registration order is forward order.
         costs: Arithmetic of each module's own code in a real forward, by name. A layer of the

@@ -51,13 +51,11 @@ _ROOT = {"format": ROOT_FORMAT, "created_by": "egeria"}
 OURS = f".{ROOT_NAME}.", LOCK_NAME, "gen-", "damaged-gen-", "note-", ".note-"
 """What a cache's files begin with: where nothing else is, a root that was lost is written anew."""
 LOCK_WAIT_S = 10.0
-NETWORK_TYPES = frozenset(
-    {
-        "9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.gcsfuse", "fuse.glusterfs",
-        "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-        "nfs3", "nfs4", "smb3", "smbfs", "wekafs"
-    }
-)  # fmt: skip
+NETWORK_TYPES = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.gcsfuse", "fuse.glusterfs",
+    "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
+    "nfs3", "nfs4", "smb3", "smbfs", "wekafs",
+}  # fmt: skip
 """Where hosts see different contents of a file, or file locks are not reliable."""
 
 
