@@ -34,11 +34,11 @@ class Residual(nn.Module):
 class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
+        self.head = nn.Linear(8, 3)  # registered first, runs last
         self.stem = block(3, 8)
         self.layer1 = Residual(8)
         self.layer2 = Residual(8)
         self.layer3 = Residual(8)
-        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
         x = self.stem(x)
@@ -70,15 +70,15 @@ def call(model, batch):
     return F.cross_entropy(model(batch["x"]).float(), batch["y"])
 
 
-def images(boundary="layer1", frozen=("stem", "layer1"), **host):
+def images(boundary="layer1", frozen=("stem", "layer1")):
     torch.manual_seed(0)
     model = ConvNet()
     freeze(model, *frozen)
-    return Harness(model, IMAGES, **host), boundary
+    return Harness(model, IMAGES), boundary
 
 
-def make(**host):
-    harness, boundary = images(**host)
+def make(*front):
+    harness, boundary = images(*front)
     harness.engine.set_boundary(boundary)
     return harness
 

@@ -3,50 +3,14 @@
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria_cache.skip.model.frozen import FrozenPrefix
-from tests.helpers.skip_harness import Harness, assert_same_run, freeze, step, ways
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 3)  # registered first, runs last
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.block1 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.block2 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.block3 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x):
-        x = self.block3(self.block2(self.block1(self.stem(x))))
-        return self.head(self.dropout(x).mean((2, 3)))
-
-
-def call(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def data(n=24):
-    g = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(n, 3, 8, 8, generator=g), "y": torch.randint(3, (n,), generator=g)}
-
-
-def make(boundary="block1", frozen=("stem", "block1"), cls=Net, **host):
-    torch.manual_seed(0)
-    model = cls()
-    freeze(model, *frozen)
-    harness = Harness(model, data(), **host)
-    harness.engine.set_boundary(boundary)
-    return harness
-
-
-BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
+from tests.helpers.skip_harness import assert_same_run, step, ways
+from tests.skip.test_modes import BATCHES, call, make
 
 
 def test_mixed_batches_run_the_prefix_on_the_misses_alone(monkeypatch):
@@ -80,7 +44,7 @@ def test_what_mixed_batches_leave_behind_is_what_whole_ones_leave(monkeypatch):
 def test_states_in_turns_that_are_seen_late_are_left_alone():
     harness = make()
     for n in range(24):
-        harness.model.block1[0].bias.data.fill_(n % 2)
+        harness.model.layer1.two.bias.data.fill_(n % 2)
         assert_same_run(harness, call, [range(8)])
     assert len(harness.host.changes) < 8
 
@@ -107,7 +71,7 @@ def test_a_hit_never_touches_the_prefix_or_the_raw_sample():
 
     harness.engine._forward = watched
     step(harness.model, call, harness.batch(range(8)))
-    frozen = [*harness.model.stem.parameters(), *harness.model.block1.parameters()]
+    frozen = [*harness.model.stem.parameters(), *harness.model.layer1.parameters()]
     assert reads.addresses
     assert not reads.addresses & {tensor.data_ptr() for tensor in frozen}
     assert harness.reloaded == 0
@@ -140,7 +104,7 @@ def test_a_batch_whose_rows_are_gone_is_computed():
 def test_evaluation_and_no_grad_passes_are_served_too():
     harness = make()
     plain = copy.deepcopy(harness.model)
-    FrozenPrefix([plain.stem, plain.block1])
+    FrozenPrefix([plain.stem, plain.layer1])
     for _ in range(3):
         harness.model.eval()
         plain.eval()
@@ -159,26 +123,26 @@ def test_evaluation_and_no_grad_passes_are_served_too():
 
 
 def test_cutting_before_the_frozen_boundary_keeps_what_lies_between_in_inference_mode():
-    harness = make("block2", ("stem", "block1", "block2"))
+    harness = make("layer2", ("stem", "layer1", "layer2"))
     assert_same_run(harness, call, BATCHES)
-    harness.engine.set_boundary("block1", frozen="block2")
+    harness.engine.set_boundary("layer1", frozen="layer2")
     harness.model.train()
-    assert not harness.model.block2.training
+    assert not harness.model.layer2.training
     step(harness.model, call, harness.batch(range(8)))
-    assert harness.engine.cut.boundary == "block1"
-    harness.engine.set_boundary(None, frozen="block2")
+    assert harness.engine.cut.boundary == "layer1"
+    harness.engine.set_boundary(None, frozen="layer2")
     harness.model.train()
-    assert not harness.model.block2.training
+    assert not harness.model.layer2.training
     harness.engine.set_boundary(None)
     harness.model.train()
-    assert harness.model.block2.training
+    assert harness.model.layer2.training
 
 
 def test_the_profile_of_a_cut_tells_what_each_module_costs_and_gives():
-    harness = make("block2", ("stem", "block1", "block2"))
+    harness = make("layer2", ("stem", "layer1", "layer2"))
     step(harness.model, call, harness.batch(range(8)))
     profile = harness.engine.cut.profile
-    assert [part.name for part in profile] == ["stem", "block1", "block2"]
+    assert [part.name for part in profile] == ["stem", "layer1", "layer2"]
     assert [part.row_bytes for part in profile] == [8 * 8 * 8 * 4] * 3
     times = [part.seconds_per_sample for part in profile]
     assert 0 < times[0] < times[1] < times[2]
@@ -210,9 +174,3 @@ def test_weights_that_keep_moving_are_given_up_with_growing_patience():
         with torch.no_grad():
             harness.model.stem[0].weight.mul_(1.001 if n % 6 == 5 else 1)
     assert 1 <= num_dry_runs <= 5
-
-
-# ---- refusals ---------------------------------------------------------------------------------
-
-
-# ---- the model stays the user's ---------------------------------------------------------------
