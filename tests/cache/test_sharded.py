@@ -35,6 +35,28 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def epochs(
+    number: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    sampler: Any,
+    cache: Any = None,
+    *,
+    before: Callable[[int], None] = lambda epoch: None,
+    after: Callable[[Tensor], None] = lambda loss: None,
+) -> list[float]:
+    """Train; call `before` with each epoch, and `after` with each loss."""
+    losses: list[float] = []
+    for epoch in range(number):
+        before(epoch)
+        sampler.set_epoch(epoch)
+        losses += train(model, optimizer, loader, after)
+        if cache is not None:
+            cache.flush()
+    return losses
+
+
 def run(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, sampler: Any, cache: Any = None
 ) -> list[float]:
@@ -42,12 +64,7 @@ def run(
     controller = FreezeController(
         model, optimizer, cache, policy=StaticPolicy(SCHEDULE), layers=LAYERS
     )
-    losses: list[float] = []
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        losses += train(model, optimizer, loader, controller.step)
-        if cache is not None:
-            cache.flush()
+    losses = epochs(EPOCHS, model, optimizer, loader, sampler, cache, after=controller.step)
     controller.close()
     return losses
 
@@ -59,11 +76,20 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def samples(directory: Path, rank: int, world: int, cache: Any) -> tuple[EgeriaLoader, Any]:
-    sampler = ShardAffineSampler(dataset(), world, rank, num_shards=4, seed=1)
-    return EgeriaLoader(
-        dataset(), batch_size=8 // world, sampler=sampler, cache=cache, seed=0
-    ), sampler
+def samples(cache: Any = None) -> tuple[Any, Any]:
+    """A rank's loader and its sampler; without a cache those of one process."""
+    if cache is None:
+        sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
+        return DataLoader(dataset(), 8, sampler=sampler), sampler
+    world = dist.get_world_size()
+    sampler = ShardAffineSampler(dataset(), world, dist.get_rank(), num_shards=4, seed=1)
+    return EgeriaLoader(dataset(), 8 // world, sampler=sampler, cache=cache, seed=0), sampler
+
+
+def assert_mean(found: list[list[float]], expected: list[float]) -> None:
+    """Of the ranks' losses."""
+    mean = torch.tensor(found).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def through_freezes(rank: int, directory: Path, kind: str, how: str) -> dict[str, Any]:
@@ -71,8 +97,7 @@ def through_freezes(rank: int, directory: Path, kind: str, how: str) -> dict[str
     optimizer = OPTIMIZERS[kind](model.parameters())
     parameters = list(model.parameters())
     with ActivationCache(model, directory, gate="always", audit_rate=0) as cache:
-        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
-        losses = run(model, optimizer, loader, sampler, cache)
+        losses = run(model, optimizer, *samples(cache), cache)
         stats = cache.stats()
         same = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     weights = {name.removeprefix("module."): value for name, value in whole(model).items()}
@@ -100,11 +125,8 @@ def test_losses_and_weights_equal_one_process_through_freeze_move_and_unfreeze(
 ) -> None:
     ranks = run_ranks(through_freezes, num_ranks, tmp_path / "ranks", tmp_path / "cache", kind, how)
     model = Blocks()
-    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
-    loader = DataLoader(dataset(), 8, sampler=sampler)
-    expected = run(model, OPTIMIZERS[kind](model.parameters()), loader, sampler)
-    found = torch.tensor([rank["losses"] for rank in ranks]).mean(0)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    expected = run(model, OPTIMIZERS[kind](model.parameters()), *samples())
+    assert_mean([rank["losses"] for rank in ranks], expected)
     for rank in ranks:
         assert rank["hits"] >= 32 // num_ranks * 2
         assert rank["same"], "the very parameters that the optimizer has stand in the model"
@@ -130,7 +152,6 @@ class Active(nn.Module):
 
 
 def bytes_of_hits(rank: int, directory: Path) -> dict[str, Any]:
-    world = dist.get_world_size()
     active = shard(Active(Blocks()))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(active.parameters(), 0.1)
     features, expected = torch.randn(4, 8), CountBytes()
@@ -143,7 +164,7 @@ def bytes_of_hits(rank: int, directory: Path) -> dict[str, Any]:
     own = [p for p in model.parameters() if not p.requires_grad]
     found, trained = [], []
     with ActivationCache(model, directory, "blocks.1", gate="always", audit_rate=0) as cache:
-        loader, _ = samples(directory, rank, world, cache)
+        loader, _ = samples(cache)
         for _ in range(3):
             for batch in loader:
                 count = CountBytes()
@@ -163,7 +184,7 @@ def by_itself(rank: int, directory: Path) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
     with ActivationCache(model, directory, "auto", gate="always", audit_rate=0) as cache:
-        loader, _ = samples(directory, rank, dist.get_world_size(), cache)
+        loader, _ = samples(cache)
         for epoch in range(6):
             if epoch == 3:
                 freeze(model, 3)
@@ -180,12 +201,7 @@ def uneven(rank: int, directory: Path) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     gate = "always" if rank else "never"
     with ActivationCache(model, directory / str(rank), "blocks.1", gate=gate) as cache:
-        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
-        losses = []
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            losses += train(model, optimizer, loader)
-            cache.flush()
+        losses = epochs(3, model, optimizer, *samples(cache), cache)
         assert (cache.stats().hits > 0) is bool(rank)
     return losses
 
@@ -196,13 +212,11 @@ def by_hand(rank: int, directory: Path) -> list[float]:
     freeze(model, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ActivationCache(model, directory, "blocks.1", gate="always") as cache:
-        loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
-        return change_by_hand(model, optimizer, loader, sampler, cache)
+        return change_by_hand(model, optimizer, *samples(cache), cache)
 
 
 def change_by_hand(model: Blocks, optimizer: Any, loader: Any, sampler: Any, cache: Any) -> Any:
-    losses = []
-    for epoch in range(6):
+    def change(epoch: int) -> None:
         if epoch == 2:
             with torch.no_grad():
                 for parameter in model.blocks[0].parameters():
@@ -217,11 +231,8 @@ def change_by_hand(model: Blocks, optimizer: Any, loader: Any, sampler: Any, cac
             model.blocks[1].requires_grad_(True)
         if epoch == 4:
             model.blocks[1].requires_grad_(False)
-        sampler.set_epoch(epoch)
-        losses += train(model, optimizer, loader)
-        if cache is not None:
-            cache.flush()
-    return losses
+
+    return epochs(6, model, optimizer, loader, sampler, cache, before=change)
 
 
 def in_bf16(rank: int, directory: Path) -> dict[str, Any]:
@@ -234,11 +245,7 @@ def in_bf16(rank: int, directory: Path) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         gate = "always" if use else "never"
         with ActivationCache(model, directory / str(use), "blocks.1", gate=gate) as cache:
-            loader, _ = samples(directory, rank, dist.get_world_size(), cache)
-            losses.append([])
-            for _ in range(3):
-                losses[-1] += train(model, optimizer, loader)
-                cache.flush()
+            losses.append(epochs(3, model, optimizer, *samples(cache), cache))
             hits = cache.stats().hits
     return {"losses": losses, "hits": hits}
 
@@ -252,7 +259,7 @@ def resumed(rank: int, directory: Path) -> dict[str, Any]:
         model = shard(Blocks())
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         with ActivationCache(model, directory / "cache", gate="always", audit_rate=0) as cache:
-            loader, sampler = samples(directory, rank, dist.get_world_size(), cache)
+            loader, sampler = samples(cache)
             controller = FreezeController(
                 model, optimizer, cache, policy=StaticPolicy(SCHEDULE), layers=LAYERS
             )
@@ -301,28 +308,18 @@ def test_on_hits_collectives_carry_the_bytes_of_the_active_units_alone(ranks: An
         assert not any(result["own"])
 
 
-def one_process() -> tuple[Blocks, Any, Any, Any]:
+def one_process() -> tuple[Any, ...]:
     model = Blocks()
     freeze(model, 2)
-    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
-    loader = DataLoader(dataset(), 8, sampler=sampler)
-    return model, torch.optim.SGD(model.parameters(), 0.1), loader, sampler
+    return model, torch.optim.SGD(model.parameters(), 0.1), *samples()
 
 
 def test_a_rank_of_hits_and_one_of_misses_go_on_together(ranks: Any) -> None:
-    model, optimizer, loader, sampler = one_process()
-    expected = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        expected += train(model, optimizer, loader)
-    found = torch.tensor([rank["uneven"] for rank in ranks]).mean(0)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert_mean([rank["uneven"] for rank in ranks], epochs(3, *one_process()))
 
 
 def test_weights_written_and_blocks_thawed_by_hand_are_seen(ranks: Any) -> None:
-    expected = change_by_hand(*one_process(), None)
-    found = torch.tensor([rank["by_hand"] for rank in ranks]).mean(0)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert_mean([rank["by_hand"] for rank in ranks], change_by_hand(*one_process(), None))
 
 
 def test_the_boundary_is_found_by_itself(ranks: Any) -> None:
@@ -343,11 +340,8 @@ def test_mixed_precision_gives_the_same_losses(ranks: Any) -> None:
 
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_nothing_had_happened(ranks: Any) -> None:
     model = Blocks()
-    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
-    loader = DataLoader(dataset(), 8, sampler=sampler)
-    expected = run(model, torch.optim.AdamW(model.parameters(), 0.01), loader, sampler)
-    found = torch.tensor([rank["resumed"]["losses"] for rank in ranks]).mean(0)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    expected = run(model, OPTIMIZERS["adamw"](model.parameters()), *samples())
+    assert_mean([rank["resumed"]["losses"] for rank in ranks], expected)
     assert all(rank["resumed"]["hits"] > 0 for rank in ranks)
 
 
@@ -390,31 +384,23 @@ def made_in(way: str) -> Blocks:
 
 def run_ways(model: Blocks, loader: Any, sampler: Any, cache: Any = None) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    losses: list[float] = []
-    for epoch in range(7):
+
+    def move(epoch: int) -> None:
         if epoch in (1, 4, 5):
             boundary = None if epoch == 4 else "blocks.1"
             freeze(model, 2 if boundary else 0)
             if cache is not None:
                 cache.on_boundary_moved(BoundaryMoved(8 * epoch, boundary, None, "as planned"))
-        sampler.set_epoch(epoch)
-        losses += train(model, optimizer, loader)
-        if cache is not None:
-            cache.flush()
-    return losses
+
+    return epochs(7, model, optimizer, loader, sampler, cache, before=move)
 
 
 def train_ways(rank: int, directory: Path, ways: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    world = dist.get_world_size()
     for way in ways:
         model = made_in(way)
         with ActivationCache(model, directory / way, gate="always", audit_rate=0) as cache:
-            sampler = ShardAffineSampler(dataset(), world, rank, num_shards=4, seed=1)
-            loader = EgeriaLoader(
-                dataset(), batch_size=8 // world, sampler=sampler, cache=cache, seed=0
-            )
-            losses = run_ways(model, loader, sampler, cache)
+            losses = run_ways(model, *samples(cache), cache)
             stats = cache.stats()
             found[way] = {"losses": losses, "hits": stats.hits, "why_not": stats.why_not}
     return found
@@ -431,11 +417,9 @@ def train_ways(rank: int, directory: Path, ways: tuple[str, ...]) -> dict[str, A
 )
 def test_losses_equal_one_process(tmp_path: Path, num_ranks: int, ways: tuple[str, ...]) -> None:
     ranks = run_ranks(train_ways, num_ranks, tmp_path / "ranks", tmp_path, ways)
-    sampler = ShardAffineSampler(dataset(), 1, 0, num_shards=4, seed=1)
-    expected = run_ways(Blocks(), DataLoader(dataset(), 8, sampler=sampler), sampler)
+    expected = run_ways(Blocks(), *samples())
     for way in ways:
-        found = torch.tensor([rank[way]["losses"] for rank in ranks]).mean(0)
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert_mean([rank[way]["losses"] for rank in ranks], expected)
         for rank in ranks:
             if way == "compiled":  # refused, with the reason
                 assert rank[way]["hits"] == 0
