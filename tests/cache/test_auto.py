@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from tests.helpers.steps import take_step
+from tests.hostile.nets import Net, net
 
 
 class Block(nn.Module):
@@ -36,17 +37,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-class Plain(nn.Module):
-    """No list of blocks anywhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.early, self.late, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.late(torch.tanh(self.early(x)))))
 
 
 def data():
@@ -100,8 +90,7 @@ def both(directory, model, epochs, each_epoch=lambda model, epoch: None, held=()
 
 
 def test_the_deepest_frozen_block_is_found_on_the_first_call(directory):
-    model = Blocks()
-    freeze(model, "stem", "blocks.0", "blocks.1")
+    model = frozen_blocks()
     expected, ours, boundaries, stats = both(directory, model, 3)
     assert boundaries == [None, "blocks.1", "blocks.1", "blocks.1"]
     assert ours == pytest.approx(expected, abs=1e-6)
@@ -110,8 +99,7 @@ def test_the_deepest_frozen_block_is_found_on_the_first_call(directory):
 
 def test_a_resumed_run_finds_what_was_stored_from_its_first_epoch_on(directory):
     """Which version of its samples the next epoch has is not to wait for the boundary."""
-    model = Blocks()
-    freeze(model, "stem", "blocks.0", "blocks.1")
+    model = frozen_blocks()
     with ActivationCache(model, directory, "auto", gate="always") as cache:
         loader = EgeriaLoader(data(), batch_size=8, cache=cache)
         train(model, loader, 2)
@@ -164,12 +152,8 @@ def test_a_module_that_cannot_be_the_boundary_gives_way_to_one_before_it(directo
 
 
 def test_what_cannot_be_cut_anywhere_is_told_once(directory, caplog):
-    class Mixing(Plain):
-        def forward(self, x):
-            return super().forward(x - x.mean(0))
-
-    model = Mixing()
-    freeze(model, "early", "late")
+    model = net(forward=lambda m, x: Net.forward(m, x - x.mean(0)))
+    freeze(model, "early", "middle")
     with caplog.at_level(logging.WARNING):
         expected, ours, _, stats = both(directory, model, 3)
     assert ours == expected
@@ -178,8 +162,7 @@ def test_what_cannot_be_cut_anywhere_is_told_once(directory, caplog):
 
 
 def test_a_name_given_by_hand_ends_the_search(directory):
-    model = Blocks()
-    freeze(model, "stem", "blocks.0", "blocks.1")
+    model = frozen_blocks()
     with ActivationCache(model, directory, "auto") as cache:
         cache.set_boundary("blocks.0")
         train(model, EgeriaLoader(data(), batch_size=8, cache=cache), 2)

@@ -156,25 +156,16 @@ def test_references_leave_the_generators_of_the_training_alone(make, reference) 
             states[-1].append(torch.get_rng_state())
         if controller is not None:
             assert controller.history.of("reading")
-        if controller is not None:
             controller.close()
     assert all(map(torch.equal, *states))
 
 
-def run(**options: Any) -> FreezeController:
-    torch.manual_seed(0)
-    model = ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"evaluate_every": 1, "window": 3, "tolerance": 1e6, "bootstrap": None} | options
-    options |= {"evaluator": "inline", "reference": "fp32"}
-    with FreezeController(model, optimizer, **options) as controller:
-        train(model, optimizer, controller, range(30), lr={20: 0.01})
-    return controller
-
-
 def test_every_reading_decision_and_refresh_is_a_json_line(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "history.jsonl"
-    history = run(log_path=path).history
+    model, optimizer, controller = make(log_path=path, tolerance=1e6, reference="fp32")
+    with controller:
+        train(model, optimizer, controller, range(30), lr={20: 0.01})
+    history = controller.history
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == list(history)
     assert {"reading", "refresh", "boundary"} <= {line["kind"] for line in lines}

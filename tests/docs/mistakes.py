@@ -73,11 +73,7 @@ MISTAKES: list[Mistake] = []
 def mistake(title: str) -> Callable[[Callable[[Path], object]], object]:
     """Register a function that makes a mistake."""
 
-    def add(make: Callable[[Path], object]) -> object:
-        MISTAKES.append(Mistake(title, make))
-        return make
-
-    return add
+    return lambda make: MISTAKES.append(Mistake(title, make))
 
 
 def _is_ours(error: Exception) -> bool:
@@ -153,6 +149,16 @@ def cached(net, where: Path, **options) -> ActivationCache:
     return ActivationCache(net, where / "cache", **{"boundary": "blocks.1", **options})
 
 
+def changed(where: Path, change) -> None:
+    """Train for an epoch, do something to the model or the cache, and train for another."""
+    net = model()
+    with cached(net, where) as cache:
+        loader = EgeriaLoader(samples(), 8, cache=cache)
+        train(net, loader, 1)
+        change(net, cache)
+        train(net, loader, 1)
+
+
 def trained(net, where: Path, data=None, size=8, epochs=2, *, load=None, loop=None, **options):
     """Train with a cache and a loader of its; return what the cache says."""
     with cached(net, where, **options) as cache:
@@ -226,11 +232,7 @@ def copy_is_called(where):
 
 @mistake("The cache was closed before the last epoch")
 def closed_early(where):
-    net = model()
-    with cached(net, where) as cache:
-        loader = EgeriaLoader(samples(), 8, cache=cache)
-        train(net, loader, 1)
-    train(net, loader, 1)
+    changed(where, lambda net, cache: cache.close())
 
 
 # ---- data --------------------------------------------------------------------------------------
@@ -334,23 +336,12 @@ def padding_is_read(where):
 
 @mistake("The frozen front changes under way")
 def weights_change(where):
-    net = model()
-    with cached(net, where) as cache:
-        loader = EgeriaLoader(samples(), 8, cache=cache)
-        train(net, loader, 1)
-        with torch.no_grad():
-            net.stem.weight.mul_(1.01)
-        train(net, loader, 1)
+    changed(where, torch.no_grad()(lambda net, cache: net.stem.weight.mul_(1.01)))
 
 
 @mistake("A frozen layer is thawed again")
 def thawed(where):
-    net = model()
-    with cached(net, where) as cache:
-        loader = EgeriaLoader(samples(), 8, cache=cache)
-        train(net, loader, 1)
-        net.blocks[1].requires_grad_(True)
-        train(net, loader, 1)
+    changed(where, lambda net, cache: net.blocks[1].requires_grad_(True))
 
 
 @mistake("A second run finds nothing in the cache")
