@@ -82,8 +82,8 @@ MUTATIONS = {
     ),
     "a generation that others use is taken for unused": Mutation(
         file="egeria_cache/store/disk/place.py",
-        old="        return not _lock_alone(descriptor)\n",
-        new="        return False\n",
+        old="            return not _lock_alone(file.fileno())\n",
+        new="            return False\n",
         caught_by="tests/store/test_trouble.py tests/cache/test_trouble.py",
     ),
     "another data set is believed to be the same": Mutation(
