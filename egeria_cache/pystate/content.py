@@ -185,10 +185,8 @@ def _holds_plain(values: Any) -> bool:
 
 def is_long(value: Any) -> bool:
     """Whether reading all of it takes a time that is felt."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes > LONG
-    if isinstance(value, Tensor):
-        return value.layout == torch.strided and value.numel() * value.element_size() > LONG
+    if isinstance(value, np.ndarray | Tensor):
+        return getattr(value, "layout", torch.strided) == torch.strided and value.nbytes > LONG
     return type(value) in (list, tuple, dict) and len(value) > LONG >> 6
 
 

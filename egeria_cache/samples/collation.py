@@ -114,13 +114,10 @@ def find_places(together: Leaves, alone: Sequence[Leaves]) -> Places:
         there = {path for path, pair in rows.items() if _is_own(*pair, order)} if order else set()
         if order and len(there) > len(own):
             best, own = order, there
-    made = set[str]()
-    for path in rows.keys() - own:
-        whole, singles = rows[path]
-        shapes = [getattr(leaf, "shape", (1,))[1:] for leaf in (whole, *singles)]
-        if len(set(shapes)) == 1:
-            made.add(path)
-    return Places(best, frozenset(together.keys() - own), frozenset(made))
+    mixed = {path: (whole, *singles) for path, (whole, singles) in rows.items() if path not in own}
+    shapes = {p: {getattr(leaf, "shape", (1,))[1:] for leaf in each} for p, each in mixed.items()}
+    made = frozenset(path for path, found in shapes.items() if len(found) == 1)
+    return Places(best, frozenset(together.keys() - own), made)
 
 
 def _is_own(whole: Any, rows: Sequence[Any], order: Sequence[int]) -> bool:

@@ -99,13 +99,10 @@ class Company:
 
     def lengths(self, axes: Sequence[Axis], told: Told) -> npt.NDArray[np.int64] | None:
         """Return the lengths of the samples of a batch, shape (B, axes); None if gauges differ."""
-        found = []
-        for axis in axes:
-            first, *others = [told[gauge] for gauge in self._gauges[axis]]
-            if any(other != first for other in others):
-                return None
-            found.append(first)
-        return np.array(found, np.int64).T
+        found = [[told[gauge] for gauge in self._gauges[axis]] for axis in axes]
+        if any(one != each[0] for each in found for one in each):
+            return None
+        return np.array([each[0] for each in found], np.int64).T
 
 
 def _size(value: Any, keys: Sequence[Any], dim: int | None) -> int:

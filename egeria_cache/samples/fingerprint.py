@@ -196,7 +196,9 @@ class Fingerprint:
         self._versions = list(map(_version, self._tensors))
         self._free_s[midway] -= took
         is_free = self._free_s[True] > 0
-        self._next_look = 0.0 if is_free else time.perf_counter() + took / MAX_SHARE
+        # A glance at an end of a pass is no reason for a look in the middle that is not due.
+        next_look = time.perf_counter() + took / MAX_SHARE
+        self._next_look = 0.0 if is_free else max(self._next_look, next_look)
         if what is not None:
             self._text, self.age = None, self.age + 1
         return what
