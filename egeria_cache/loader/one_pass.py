@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections import deque
@@ -152,8 +153,8 @@ class Pass:
         source.samples.drawn |= loaded.drawn  # what workers saw
         source.samples.company = loaded.company or source.samples.company
         plan = planner.take(loaded.number)
-        if plan.entry is not None and not self._loaded:
-            self._load_behind(plan, plan.entry, loaded.data)
+        if plan.entry is not None and plan.entry.num_misses and not self._loaded:
+            loaded = self._load_behind(plan, plan.entry, loaded)
         if (cache := self._cache) is None:
             progress.sampler, progress.yielded = state, progress.yielded + 1
             return loaded.data
@@ -193,30 +194,40 @@ class Pass:
             undispatched.appendleft(task)
             raise
 
-    def _load_behind(self, plan: Plan, entry: PlannedEntry, data: Any) -> None:
+    def _load_behind(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Loaded:
         """Load the next batches as well, as long as what hits leave out of them fills one batch:
-        the model computes it together.
+        the model computes it together. Return what was `loaded` of the first.
         """
-        planned, last, total = [*self._planner.planned], plan, entry.num_misses
+        behind, found = [*self._planner.planned], [loaded]
         if workers := self._loader.num_workers:  # half of what they have ready: they are to go on
-            planned = planned[: (self._loader.prefetch_factor or 2) * workers // 2]
-        is_alike = entry.view.padding is None and not plan.loads_hits
-        for behind in planned if total and is_alike else ():
-            one = behind.entry
-            if one is None or behind.loads_hits or one.view is not entry.view:
+            behind = behind[: (self._loader.prefetch_factor or 2) * workers // 2]
+        left = len(plan.task.ids) - entry.num_misses
+        for one in behind if entry.view.padding is None and not plan.loads_hits else ():
+            if one.entry is None or one.loads_hits or one.entry.view is not entry.view:
                 break
-            total += one.num_misses
-            if total - one.num_misses / 2 > len(plan.task.ids):
+            left -= one.entry.num_misses
+            if left < 0 or (kept := self._lasting(found[-1])) is None:
                 break
+            found[-1] = kept
             with Attempt() as tried:
-                self._loaded.append(loaded := self._load())
+                found.append(self._load())
             if tried.error is not None:
                 self._loaded.append(tried.error)  # it is raised in its turn
                 break
-            if one.num_misses:
-                last.missing = last.missing or Missing(data, entry.num_misses)
-                last.missing.next = behind.missing = Missing(loaded.data, one.num_misses)
-                last = behind
+        missing: Missing | None = None
+        for one, kept in reversed([*zip((plan, *behind), found, strict=False)]):
+            if one.entry is not None and one.entry.num_misses:
+                missing = one.missing = Missing(kept.data, one.entry.num_misses, missing)
+        self._loaded.extendleft(reversed(found[1:]))
+        return found[0]
+
+    def _lasting(self, loaded: Loaded) -> Loaded | None:
+        """Return it so that the collate function may use its memory again; None if that fails."""
+        if not (self._loads_here and self._source.has_own_collate):
+            return loaded
+        with Attempt():
+            return loaded._replace(data=copy.deepcopy(loaded.data))
+        return None
 
     def _load_at_once(self) -> Any:
         """Load the next batch in this process, as DataLoader would, and no more.
