@@ -173,13 +173,12 @@ def set_random_states(states: Sequence[Tensor]) -> None:
         module.set_rng_state(states[0])
 
 
-def seed_everywhere(number: int) -> None:
-    """Begin the generators of the host and of the devices in use anew.
+def seed_devices(number: int) -> None:
+    """Begin the generators of the devices in use anew.
 
     `torch.manual_seed` also notes the seed, with a stack of frames, for every kind of device that
     is not in use: a hundred times as long, and more in deeper calls.
     """
-    torch.default_generator.manual_seed(number)
     module = _module_in_use()
     seed = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
     if seed is not None:

@@ -6,7 +6,7 @@ the guards, the dry run, the data set's fingerprint) says what to look at.
 
 `content` digests, `snapshot` keeps what was (`places`) and puts it back or `ahead`, `look` prints
 what a snapshot comes by, `copier` copies, `code` follows functions by the names that they read
-(`bytecode`).
+(`bytecode`), `randomness` is what all draw from.
 """
 
 from egeria_cache.pystate.bytecode import names_in
@@ -38,12 +38,13 @@ from egeria_cache.pystate.objects import (
     own_slots,
     unreadable,
 )
-from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, RandomState, led_to
+from egeria_cache.pystate.places import LEADS, Names, OfClass, Place, led_to
+from egeria_cache.pystate.randomness import GENERATORS, RandomState
 from egeria_cache.pystate.snapshot import Moved, Snapshot
 
 __all__ = [
-    "CODE", "DATA", "LEADS", "MODELS", "OF_EVERY_OBJECT", "PLAIN", "Code", "Content", "Copier",
-    "Moved", "Names", "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot",
+    "CODE", "DATA", "GENERATORS", "LEADS", "MODELS", "OF_EVERY_OBJECT", "PLAIN", "Code", "Content",
+    "Copier", "Moved", "Names", "OfClass", "Place", "Portrait", "RandomState", "Reach", "Snapshot",
     "StandIn", "attributes_held", "bases_of", "describe", "digest", "entries", "found_in",
     "functions_of", "has_settings", "in_class", "is_below", "is_beyond", "is_compiled",
     "is_in_shared_memory", "is_installed_code", "is_library", "is_put_back", "is_shared",

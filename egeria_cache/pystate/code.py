@@ -339,7 +339,8 @@ def functions_of(value: Any) -> Iterator[types.FunctionType]:
             return
         else:
             # Not by a `__getattr__` of its own, which may raise anything.
-            inner = value.__wrapped__ if "__wrapped__" in dir(value) else None
+            places = objects.own_dict(value) or {}, *map(vars, type(value).__mro__)
+            inner = value.__wrapped__ if any("__wrapped__" in one for one in places) else None
             if isinstance(value, functools.singledispatchmethod):
                 inner = value.dispatcher
             value = inner if inner is not None else vars(type(value)).get("__call__")

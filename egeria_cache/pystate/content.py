@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_attributes
-from egeria_cache.pystate.places import GENERATORS, LEADS, Generator, led_to
+from egeria_cache.pystate.places import GENERATOR_KINDS, LEADS, Generator, led_to
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
@@ -132,7 +132,7 @@ class Content:
 
     def _add_object(self, path: str, value: Any, depth: int) -> None:
         held: Any = outside_state(value)
-        if isinstance(value, GENERATORS):
+        if isinstance(value, GENERATOR_KINDS):
             held = Generator("", value).read(value)
         elif held is None:
             held = own_attributes(value)

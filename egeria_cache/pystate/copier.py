@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from egeria_cache.errors import BoundaryError
+from egeria_cache.kinds import once_per_class
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.objects import ATOMS, MEMORY, StandIn, is_foreign, own_dict
-from egeria_cache.pystate.places import GENERATORS, MUTABLE, Cell, Items, base_of
+from egeria_cache.pystate.places import GENERATOR_KINDS, MUTABLE, Cell, Items, base_of
 
 _MAX_OBJECTS = 300_000
 _MAX_BYTES = 2 << 30
 _MAX_DEPTH = 150
-_OURS = ("egeria_cache", "egeria_core")
 
 
 class Uncopied:
@@ -61,11 +61,9 @@ def _whole(value: Tensor) -> Tensor:
 
     By operators of tensors: storages are copied by none that every device has.
     """
-    plain = value.detach()
-    plain = plain.conj() if plain.is_conj() else plain
+    plain = value.detach().conj() if value.is_conj() else value.detach()
     num = plain.untyped_storage().nbytes() // plain.element_size()
-    with torch.no_grad():
-        return plain.as_strided((num,), (1,), 0).clone()
+    return plain.as_strided((num,), (1,), 0).clone()
 
 
 class Copier:
@@ -101,21 +99,14 @@ class Copier:
         if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
-        makers = (make for base, make in _MAKERS if isinstance(value, base))
-        make = next(makers, Copier._other)
         try:
-            return make(self, value)
+            return _maker_of(value.__class__)(self, value)
         finally:
             self._depth -= 1
 
     def of(self, value: Any) -> Any:
         """Return the copy that was made of `value`; itself if it is shared."""
-        known = self.pairs.get(id(value))
-        return value if known is None else known[1]
-
-    def modules(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return (original, copy) of every module that was copied."""
-        return [(a, b) for a, b in self.pairs.values() if isinstance(a, nn.Module) and a is not b]
+        return self.pairs.get(id(value), (value, value))[1]
 
     def _keep(self, value: Any, new: Any) -> Any:
         self.pairs[id(value)] = (value, new)
@@ -167,12 +158,12 @@ class Copier:
                 with torch.enable_grad():
                     return value.clone()
             key = storage._cdata, value.dtype
-            if key not in self._storages:
-                self._num_bytes += storage.nbytes()
-                if self._num_bytes > _MAX_BYTES:
-                    return value
-                self._storages[key] = _whole(value)
             with torch.no_grad():
+                if key not in self._storages:
+                    self._num_bytes += storage.nbytes()
+                    if self._num_bytes > _MAX_BYTES:
+                        return value
+                    self._storages[key] = _whole(value)
                 place = value.shape, value.stride(), value.storage_offset()
                 new = self._storages[key].as_strided(*place).detach()
                 return new.conj() if value.is_conj() else new
@@ -210,7 +201,8 @@ class Copier:
     # ---- containers ---------------------------------------------------------------------------
 
     def _container(self, value: Any) -> Any:
-        new = self._keep(value, base_of(value).__new__(type(value)))
+        kind = type(value)
+        new = self._keep(value, base_of(value.__class__).__new__(kind))
         if isinstance(value, deque):
             deque.__init__(new, (), value.maxlen)
         elif isinstance(value, defaultdict):
@@ -218,8 +210,7 @@ class Copier:
         if value:
             items = Items("", value)
             items.write(new, self._each(items.read(value)))
-        own = own_dict(value) if type(value).__module__ != "builtins" else None
-        if own:
+        if kind.__module__ != "builtins" and (own := own_dict(value)):
             object.__getattribute__(new, "__dict__").update(self._each(own))
         return new
 
@@ -229,20 +220,22 @@ class Copier:
             return type(held)(map(self, held))
         copies = {}
         for key, item in list(held.items()):
-            if type(key) is str and type(item) in ATOMS:
+            is_named, kind = type(key) is str, type(item)
+            key = key if is_named else self(key)
+            if kind in ATOMS:
                 copies[key] = item
-                continue
-            if type(item) in (dict, OrderedDict) and not item and not own_dict(item):
-                # A module has ten, of hooks.
-                copies[self(key)] = self.pairs.setdefault(id(item), (item, type(item)()))[1]
-                continue
-            self._where.append(key if type(key) is str else "[...]")
-            copies[self(key)] = self(item)
-            self._where.pop()
+            elif kind is OrderedDict and not (item or item.__dict__):  # a module has ten, of hooks
+                copies[key] = self.pairs.setdefault(id(item), (item, OrderedDict()))[1]
+            else:
+                self._where.append(key if is_named else "[...]")
+                copies[key] = self(item)
+                self._where.pop()
         return copies
 
     def _fixed_items(self, value: Any) -> Any:
         """Return a tuple or a frozen set of copies; itself, if all in it is shared."""
+        if ATOMS.issuperset(map(type, value)):
+            return value
         items = [self(item) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
@@ -284,21 +277,17 @@ class Copier:
         return self._object(value) if value.is_copied else self(value.__wrapped__)
 
     def _builtin_method(self, value: types.BuiltinMethodType) -> Any:
-        owner = value.__self__
-        if owner is None or isinstance(owner, types.ModuleType | type):
+        new = self(owner := value.__self__)
+        if new is owner:
             return value
-        new = self(owner)
-        if new is owner or isinstance(new, Uncopied):
-            return value if new is owner else new
-        return getattr(new, value.__name__)
+        return new if isinstance(new, Uncopied) else getattr(new, value.__name__)
 
     def _partial(self, value: functools.partial[Any]) -> Any:
         owner = getattr(value.func, "__self__", value.func)
         # A handler of `intercept` knows the modules themselves.
-        ours = getattr(owner, "__module__", "").partition(".")[0] in _OURS
+        ours = getattr(owner, "__module__", "").startswith(("egeria_cache.", "egeria_core."))
         args = [arg if ours and isinstance(arg, nn.Module) else self(arg) for arg in value.args]
-        keywords = {key: self(item) for key, item in value.keywords.items()}
-        return self._keep(value, type(value)(self(value.func), *args, **keywords))
+        return self._keep(value, type(value)(self(value.func), *args, **self._each(value.keywords)))
 
     # ---- what else there is -------------------------------------------------------------------
 
@@ -309,8 +298,7 @@ class Copier:
         return self._keep(value, value if value._is_owned() else threading.RLock())
 
     def _weak(self, value: weakref.ref[Any]) -> Any:
-        target = value()
-        new = self(target)
+        new = self(target := value())
         return value if new is target else self._keep(value, weakref.ref(new))
 
     def _other(self, value: Any) -> Any:
@@ -346,18 +334,22 @@ class Copier:
         return new
 
 
+@once_per_class
+def _maker_of(kind: type) -> Callable[[Copier, Any], Any]:
+    return next((make for base, make in _MAKERS if issubclass(kind, base)), Copier._other)
+
+
 def is_shared(module: nn.Module) -> bool:
     """Whether a module is compiled: a copy would be compiled anew, or cannot be made."""
-    if isinstance(module, torch.jit.ScriptModule) or objects.is_compiled(module):
-        return True
-    return hasattr(type(module).forward, "_torchdynamo_orig_callable")
+    is_compiled = isinstance(module, torch.jit.ScriptModule) or objects.is_compiled(module)
+    return is_compiled or hasattr(type(module).forward, "_torchdynamo_orig_callable")
 
 
 _MAKERS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (MUTABLE, Copier._container), ((tuple, frozenset), Copier._fixed_items),
     (StandIn, Copier._our_own), (nn.Module, Copier._module),
     (Tensor, Copier._tensor), (np.ndarray, Copier._array),
-    (GENERATORS, Copier._generator), (functools.partial, Copier._partial),
+    (GENERATOR_KINDS, Copier._generator), (functools.partial, Copier._partial),
     (weakref.ref, Copier._weak), (types.FunctionType, Copier._function),
     (types.MethodType, Copier._method),
     (types.BuiltinMethodType | types.MethodWrapperType, Copier._builtin_method),

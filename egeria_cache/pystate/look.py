@@ -341,7 +341,7 @@ class Portrait(Snapshot):
         with Attempt():
             if isinstance(value, torch.Generator):
                 self._note(path, value.initial_seed())
-            elif isinstance(value, places.GENERATORS):
+            elif isinstance(value, places.GENERATOR_KINDS):
                 self._note(path, digest(Generator("", value).read(value)))
             elif self._is_thorough or id(value) in self._made_anew:
                 self._note(path, digest(objects.state_of(value)))

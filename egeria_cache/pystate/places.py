@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from egeria_cache.attempt import Attempt
-from egeria_cache.device import random_states, seed_everywhere, set_random_states
+from egeria_cache.kinds import once_per_class
 from egeria_cache.pystate import objects
-from egeria_cache.pystate.objects import ATOMS, MEMORY, SINGLES
+from egeria_cache.pystate.objects import ATOMS, MEMORY
 
 _STAND_INS = ("forward", "train")
 """What stands on a module that is held in inference mode, or attached."""
@@ -192,9 +192,10 @@ class Cell(Named):
         del where.cell_contents
 
 
-def base_of(container: Any) -> Any:
-    """Return the kind of containers whose methods do to it what none of its own class does."""
-    return next(base for base in MUTABLE if isinstance(container, base))
+@once_per_class
+def base_of(kind: type) -> Any:
+    """Return the kind of containers whose methods do what none of that class's own does."""
+    return next(base for base in MUTABLE if issubclass(kind, base))
 
 
 class Items(Place):
@@ -202,14 +203,14 @@ class Items(Place):
 
     def read(self, where: Any) -> Any:
         """Return its items, in a plain container."""
-        base = base_of(where)
+        base = base_of(where.__class__)
         if issubclass(base, dict):
             return dict(base.items(where))
         return (set if base is set else list)(base.__iter__(where))
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it hold these, in their order."""
-        base = base_of(where)
+        base = base_of(where.__class__)
         if base is list:  # at once: others may read it
             list.__setitem__(where, slice(None), kept)
             return
@@ -349,7 +350,7 @@ class Generator(Place):
 
 REACHED = (OfClass, Names, Cell, Items)
 """Where code finds things: globals, variables of closures, of classes; in containers."""
-GENERATORS = torch.Generator, np.random.Generator, np.random.BitGenerator, *_OLD
+GENERATOR_KINDS = torch.Generator, np.random.Generator, np.random.BitGenerator, *_OLD
 
 
 def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | None:
@@ -368,7 +369,7 @@ def place_of(path: str, value: Any, max_items: int, max_bytes: int) -> Place | N
         return Elements(path, value) if is_kept else None
     if isinstance(value, MEMORY):
         return Elements(path, value) if memoryview(value).nbytes <= max_bytes else None
-    return Generator(path, value) if isinstance(value, GENERATORS) else None
+    return Generator(path, value) if isinstance(value, GENERATOR_KINDS) else None
 
 
 _SKETCHED = (
@@ -381,36 +382,3 @@ def sketch_of(path: str, value: Any) -> Sketch | None:
     """Return what a glance sees of what `place_of` keeps nothing of, or only the length."""
     is_shown = isinstance(value, _SKETCHED) or objects.is_pickled_otherwise(type(value))
     return Sketch(path, value) if is_shown else None
-
-
-_OF_THE_HOST = tuple(Generator("", single) for single in SINGLES)
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """The generators that a forward may draw from."""
-
-    host: tuple[bytes, ...]
-    device: tuple[Tensor, ...]
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """Copy the present states."""
-        return cls(tuple(one.read(one.where) for one in _OF_THE_HOST), random_states())
-
-    @staticmethod
-    def seed(number: int) -> None:
-        """Begin all of them anew, somewhere else for every number."""
-        seed_everywhere(number)
-        for one in _OF_THE_HOST:
-            one.seed(one.where, number)
-
-    def restore(self) -> None:
-        """Make them the present ones."""
-        for one, state in zip(_OF_THE_HOST, self.host, strict=True):
-            one.write(one.where, state)
-        set_random_states(self.device)
-
-    def equals(self, other: RandomState) -> bool:
-        """Whether the same numbers would be drawn."""
-        return self.host == other.host and all(map(torch.equal, self.device, other.device))

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from egeria_cache.attempt import Attempt, in_turns
 from egeria_cache.batch import Leaves, flatten
-from egeria_cache.pystate import Portrait, Snapshot
+from egeria_cache.pystate import GENERATORS, Portrait, Snapshot
 from egeria_cache.samples.collation import differing_leaf, find_places, own_lengths
 from egeria_cache.samples.company import Company, Told
 from egeria_cache.samples.draws import sample_seed
 from egeria_cache.samples.fingerprint import Look, describe, look
-from egeria_cache.samples.side_effects import GENERATORS, deciding, kept_of, preserved, unmoved
+from egeria_cache.samples.side_effects import deciding, kept_of, preserved, unmoved
 from egeria_cache.samples.task import Loaded, Task
 
 Alone = dict[int, Leaves]

@@ -14,11 +14,12 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.batch import Axis
+from egeria_cache.pystate import GENERATORS
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
 from egeria_cache.samples.loading import SampleLoader
-from egeria_cache.samples.side_effects import GENERATORS, preserved
+from egeria_cache.samples.side_effects import preserved
 from egeria_cache.samples.source import LoaderSource
 from egeria_cache.samples.task import Task
 
