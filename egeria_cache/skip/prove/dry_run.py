@@ -170,7 +170,7 @@ class DryRun:
         rows = [] if self.call.why_not is not None else list(range(self.call.batch.size))
 
         def run(rows: list[int]) -> tuple[Recorder, list[Any]]:
-            recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().fresh()
+            recorder, copied = Recorder(keep_outputs, RandomState.now), self._copies().itself()
             given = model_copy.arguments(copied.call, rows)
             if keep_outputs:  # a gradient that is asked of an input trains nothing
                 given = tree_map_only(Tensor, Tensor.detach, given)

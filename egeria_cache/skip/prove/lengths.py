@@ -66,12 +66,11 @@ def study_lengths(traced: TracedBatch, plan: ReplayPlan) -> DynamicShapes | None
         if trial.error is not None:
             break
         rules = _rules(plan, parts)
-    lefts = tuple(axis.left for axis in lengths.padding.axes)
     tried = [whole for whole, _, are_whole in parts if are_whole]
     entered = {traced.call.tagged[i].leaf for i in plan.entered if i in traced.call.tagged}
     axes = lengths.padding.axes
     growth = DynamicShapes(
-        rules, {}, lefts, tuple(np.array(tried).max(0).tolist()),
+        rules, {}, tuple(axis.left for axis in axes), tuple(np.array(tried).max(0).tolist()),
         frozenset(i for i, axis in enumerate(axes) if axis.leaf in entered),
     )  # fmt: skip
     plan.growth = growth
@@ -249,11 +248,10 @@ def _constants(plan: ReplayPlan, parts: Sequence[Recomputed]) -> Iterator[tuple[
 
 def _fill(traced: TracedBatch, plan: ReplayPlan, slot: Slot, lengths: Lengths) -> Any:
     """Return what to write into padding: what always stands there (a mask), or zero."""
-    assert plan.growth is not None
-    growth = plan.growth.of_rows(plan.tensor_spec(slot), slot)
-    if growth is None:
+    spec = plan.tensor_spec(slot)
+    if plan.growth is None or (growth := plan.growth.of_rows(spec, slot)) is None:
         return 0
-    rows = plan.tensor_spec(slot).to_rows(traced.leaf(*slot))
+    rows = spec.to_rows(traced.leaf(*slot))
     there = rows[_is_padding(growth, rows, lengths)]
     return there[0].item() if there.numel() and bool((there == there[0]).all()) else 0
 

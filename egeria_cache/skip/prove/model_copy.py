@@ -10,7 +10,7 @@ was before the user's own forward, so that no run sees what another has left. Ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
@@ -26,7 +26,7 @@ from egeria_cache.skip.model.fsdp import is_sharded, make_local
 from egeria_cache.skip.serve.call import Invocation, plain
 from egeria_cache.skip.serve.placeholder import Scene
 from egeria_cache.skip.serve.plan import ReplayPlan
-from egeria_cache.skip.state.quiet import quietly_in
+from egeria_cache.skip.state.quiet import quietly_here
 from egeria_cache.skip.state.surroundings import Weights
 
 
@@ -34,7 +34,7 @@ from egeria_cache.skip.state.surroundings import Weights
 class ModelCopy:
     """One copy of the model and its call, to be run and thrown away."""
 
-    modules: Iterable[nn.Module]
+    modules: Sequence[nn.Module]
     """The user's."""
     _forward: Callable[..., Any]
     call: Invocation
@@ -51,7 +51,7 @@ class ModelCopy:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; context variables that it sets are this copy's own."""
         try:
-            return quietly_in(self.context, self._forward, *args, **kwargs)
+            return self.context.run(quietly_here, self._forward, *args, **kwargs)
         finally:
             self.moved = self._weights.put_back()
 
@@ -93,20 +93,20 @@ class ModelCopies:
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], call: Invocation, weights: Weights
     ) -> None:
-        self.model, self.call, self._weights = model, call, weights
+        self.model, self._modules, self._weights = model, list(model.modules()), weights
+        self.call = call
         with torch.inference_mode(False):
             leaves = [plain(leaf) for leaf in call.leaves]
         self._copier = Copier(model)
         # The containers too: a model may fill a list that it is given.
-        self._root: tuple[nn.Module, Callable[..., Any], list[Any], Any] = self._copier(
-            (model, forward, leaves, call.given)
-        )
-        self.first = self._root[0]
+        self._root = self._copier((model, forward, (leaves, call.given)))
+        self.first: nn.Module = self._root[0]
         """What all are copies of, and share their parameters with."""
-        self.leaves = self._root[2]
+        self.leaves: list[Any] = self._root[2][0]
         """Those of the call as they were; not to be written to."""
         weights.keep(self._copier.weights)
-        make_local(model, self._copier.modules())
+        copied = [pair for pair in self._copier.pairs.values() if pair[0] is not pair[1]]
+        make_local(model, [pair for pair in copied if isinstance(pair[0], nn.Module)])
         if any(is_sharded(p) for m in shared_modules(model) for p in m._parameters.values()):
             why = "a block of the model is compiled and cut by fully_shard: a dry run would take "
             why += "part in collectives alone; leave blocks uncompiled, or do without fully_shard"
@@ -119,16 +119,26 @@ class ModelCopies:
             change: Gives what it has in place of each parameter, buffer and input.
         """
         copier, first = Copier(self.first, change=change), self._copier.of
-        _, forward, leaves, given = copier(self._root)
+        return self._copy(copier(self._root), lambda value: copier.of(first(value)))
+
+    def itself(self) -> ModelCopy:
+        """Return what else all would be copies of, where there is to be one only."""
+        return self._copy(self._root, self._copier.of)
+
+    def call_anew(self) -> Invocation:
+        """Return the call as it was."""
+        leaves, given = Copier(self.first)(self._root[2])
+        return dataclasses.replace(self.call, leaves=leaves, given=given, lent=[])
+
+    def _copy(self, root: Any, of: Callable[[Any], Any]) -> ModelCopy:
+        _, forward, (leaves, given) = root
         call = dataclasses.replace(self.call, leaves=leaves, given=given, lent=[])
-        modules, weights = self.model.modules(), self._weights
-        return ModelCopy(modules, forward, call, weights, lambda value: copier.of(first(value)))
+        return ModelCopy(self._modules, forward, call, self._weights, of)
 
 
 def shared_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that a copy shares with the model: compiled code, and what it calls."""
-    roots = [module for module in model.modules() if is_shared(module)]
-    return list({id(module): module for root in roots for module in root.modules()}.values())
+    return distinct(one for root in model.modules() if is_shared(root) for one in root.modules())
 
 
 def arguments(

@@ -42,7 +42,7 @@ from egeria_cache.skip.serve.plan import ReplayPlan
 from egeria_cache.skip.serve.replay import ReplayRun
 from egeria_cache.skip.serve.trace import PrefixTrace, bytes_of
 from egeria_cache.skip.state import watch
-from egeria_cache.skip.state.quiet import quietly_in
+from egeria_cache.skip.state.quiet import quietly_here
 
 
 def share(plan: ReplayPlan, plain: Recomputed, given: Collection[Slot]) -> bool:
@@ -149,7 +149,8 @@ class Prober:
             return False
         scene.is_hit, scene.finished = True, False
         with Attempt():
-            if not quietly_in(copied.context, scene.settle, Escape.at((), "what comes late")):
+            late = Escape.at((), "what comes late")
+            if not copied.context.run(quietly_here, scene.settle, late):
                 return True
         scene.finished = True
         return not sum(
@@ -263,10 +264,9 @@ def _observed(traced: TracedBatch, rows: list[int]) -> PrefixTrace:
     known = [one for one in tensors if not is_lazy(one[1]) and not is_sharded(one[1])]
     trace = PrefixTrace(known, copied.names(traced.names), grad=traced.grad)
     trace.is_blind = any(is_compiled(m) for module in traced.modules for m in module.modules())
-    pairs = [(module, copied.of(module)) for module in traced.not_skipped()]
-    copies = [(id(module), copy, trace.noted) for module, copy in pairs if copy is not module]
-    models = [(id(module), module, trace.really) for module, copy in pairs if copy is not module]
-    with _noting([*copies, *models]):
+    own = [module for module in traced.not_skipped() if copied.of(module) is not module]
+    copies = [(id(module), copied.of(module), trace.noted) for module in own]
+    with _noting([*copies, *((id(module), module, trace.really) for module in own)]):
         traced.recompute(rows, trace=None if trace.is_blind else trace, copied=copied)
     trace.noted |= trace.really
     return trace

@@ -51,7 +51,7 @@ def prove(traced: TracedBatch) -> tuple[ReplayPlan, dict[str, Tensor]]:
             name = traced.names[id(module)]
             why = f"what {name!r} does, which was traced or scripted, cannot be followed"
             raise BoundaryError.impure(traced.boundary, why)
-    traced.called.call = traced.copies.fresh().call
+    traced.called.call = traced.copies.call_anew()
     followed = traced.recompute(copied=traced.called, goes_on=True)
     traced.trace = probe.observe(traced)
     repeats, few = Repeats(traced), list(_few_rows(traced))
@@ -259,7 +259,7 @@ def _replayed(traced: TracedBatch, plan: ReplayPlan, rows: Mapping[str, Tensor])
     traced.left = {k: pair for k, pair in left if is_left_otherwise(*pair, held.get(k))}
     plan.copies = any(difference(a, b) > 0 for a, b in zip(contents, given, strict=True))
     _check_written(traced, plan, copied, moved(traced.held, held))
-    if not after.equals(traced.after.generators):
+    if not after.equals(traced.after):
         how = "the prefix draws random numbers, so that later ones would differ"
         raise BoundaryError.impure(plan.boundary, how)
     return leaves

@@ -214,15 +214,13 @@ class Repeats:
     def __init__(self, traced: TracedBatch) -> None:
         self._traced = traced
         copied = self.copied = traced.copies.fresh()
-        before = traced.held_by(copied)
         self.first = traced.recompute(copied=copied)
         settled, world = traced.held_by(copied), traced.before.outside
         # 10 ms each for six layers: not where the model has moved nothing there.
         moved_outside = partial(world.moved_whole, copied.of) if traced.outside else dict
         self._once_outside: dict[Any, Moved] = moved_outside()
-        own = ((vars(copied.of(mark[0])), mark[1]) for mark in moved(before, settled)
-               if copied.of(mark[0]) is not mark[0])  # fmt: skip
-        self._kept = Snapshot((), [Names("", held, (key,)) for held, key in own])
+        own = [mark for mark in moved(traced.held, settled) if copied.of(mark[0]) is not mark[0]]
+        self._kept = Snapshot((), [Names("", vars(copied.of(one)), (key,)) for one, key in own])
         once = self._kept.now()
         outside = world.now(copied.of), world.now(), dict(copied.context)
         self.again = traced.recompute(self.first.rows, copied=copied, goes_on=True)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from egeria_cache.device import synchronize
 from egeria_cache.errors import BoundaryError
-from egeria_cache.pystate import Content, RandomState, entries
+from egeria_cache.pystate import PLAIN, Content, RandomState, entries
 from egeria_cache.skip.model.calls import CallRecord
 from egeria_cache.skip.prove.model_copy import ModelCopies, ModelCopy, arguments, distinct
 from egeria_cache.skip.serve.call import Layout
@@ -57,7 +57,7 @@ def rest(size: int) -> list[int]:
     return list(range(size)) if size <= 3 else list(range(size - len(another(size))))[::-1]
 
 
-_NOT_STATE = frozenset({"_modules", "_parameters", "train", "forward", *HOOKS})
+_NOT_STATE = frozenset({"_modules", "_parameters", "_buffers", "train", "forward", *HOOKS})
 Held = dict[Any, Content]
 """What modules hold, by (module, attribute), and words outside of the model, by place."""
 
@@ -67,16 +67,17 @@ def moved(before: Held, after: Held) -> dict[Any, bool]:
     found = {}
     for mark, held in after.items():
         then = before[mark].texts if mark in before else {}
-        paths = {path for path, _ in then.items() ^ held.texts.items()}
-        if paths:
+        if then != held.texts:
+            paths = {path for path, _ in then.items() ^ held.texts.items()}
             found[mark] = not held.arrays.isdisjoint(paths & then.keys() if then else paths)
     return found
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    own = {key: value for key, value in module.__dict__.items() if key not in _NOT_STATE}
-    for key, value in {**own.pop("_buffers", {}), **own}.items():
-        if key == "training" or key not in OF_EVERY_MODULE or (isinstance(value, dict) and value):
+    own = module.__dict__
+    for key, value in (*own.get("_buffers", {}).items(), *own.items()):
+        is_own = key == "training" or key not in OF_EVERY_MODULE
+        if key not in _NOT_STATE and (is_own or (isinstance(value, dict) and value)):
             yield key, value
 
 
@@ -120,6 +121,7 @@ class TracedBatch:
         self.grad = torch.is_grad_enabled()
         """Whether autograd records in the plain run."""
         self.modules = distinct(step.module for step in self.steps)
+        self._contents = dict[int, tuple[Any, Content]]()
         self._num_runs = 0
         """How often the prefix was run again; each run draws other random numbers."""
         self.common: ModelCopy | None = None
@@ -154,7 +156,7 @@ class TracedBatch:
         self.left = {mark: (self.held.get(mark), after[mark]) for mark in left}
         """What it has left in modules that hits run, or outside, and hits leave otherwise: before
         and after it."""
-        self.after = self.surroundings.now()
+        self.after = RandomState.now()
 
     def run(
         self,
@@ -223,10 +225,7 @@ class TracedBatch:
 
     def held_by(self, copied: ModelCopy) -> Held:
         """Return what a copy of the model holds now, and what words it has left outside."""
-        states = ((m, _state(copied.of(m))) for m in self.model.modules())
-        own = {
-            (m, key): Content(one, into_foreign=False) for m, held in states for key, one in held
-        }
+        own = {(m, k): self._content(v) for m in copied.modules for k, v in _state(copied.of(m))}
         world = self.before.outside
         words = {
             (i, name): Content(part)
@@ -236,6 +235,14 @@ class TracedBatch:
             if type(part) in (bool, str)
         }
         return own | words
+
+    def _content(self, value: Any) -> Content:
+        """Return what an attribute holds; one that cannot change is looked at once."""
+        if not PLAIN.issuperset(map(type, value if type(value) is tuple else (value,))):
+            return Content(value, into_foreign=False)
+        if id(value) not in self._contents:
+            self._contents[id(value)] = value, Content(value, into_foreign=False)
+        return self._contents[id(value)][1]
 
     def not_skipped(self) -> list[nn.Module]:
         """Return the modules around the boundary, and those that no module of the prefix holds."""

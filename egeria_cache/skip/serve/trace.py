@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from egeria_cache.pystate import RandomState
+from egeria_cache.pystate import PLAIN, RandomState
 from egeria_cache.skip.model.frozen import Named
 from egeria_cache.skip.serve.placeholder import innermost_module, is_factory
 
@@ -168,7 +168,7 @@ def known_tensors(model: nn.Module) -> list[Named]:
     found: dict[int, Named] = {}
     for name, module in model.named_modules():
         dot = f"{name}." if name else ""
-        own = {k: v for k, v in module.__dict__.items() if k not in _OF_MODULES}
+        own = {k: v for k, v in vars(module).items() if not (k in _OF_MODULES or type(v) in PLAIN)}
         for key, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
             for leaf in tree_leaves(value):
                 # A module in a list, say, is no child.

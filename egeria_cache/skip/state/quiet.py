@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
@@ -59,11 +59,11 @@ it empty.
 
 def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function; context variables that it sets are its own."""
-    return quietly_in(copy_context(), function, *args, **kwargs)
+    return copy_context().run(quietly_here, function, *args, **kwargs)
 
 
-def quietly_in(context: Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, with context variables as a call before has left them there.
+def quietly_here(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; context variables that it sets stay so in this context, a copy.
 
     What it prints, warns of and logs is dropped: the loop's own call says it. Loggers of libraries
     are left: some say a thing once only. What it saves for a gradient is seen by no hook of the
@@ -73,10 +73,6 @@ def quietly_in(context: Context, function: Callable[..., Any], *args: Any, **kwa
         BoundaryError: An optimizer steps: it would count that; or what cannot be taken back was to
             be done, even if the code has made do without.
     """
-    return context.run(_run, function, args, kwargs)
-
-
-def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     state: list[BoundaryError | None] = [None]
     _BESIDE.set(state)
     with ExitStack() as stack:
@@ -162,7 +158,7 @@ def _is_refused(what: str, args: Any, kwargs: Any, frame: FrameType | None) -> b
         while frame is not None and frame.f_globals.get("__name__") in _OPENERS:
             frame = frame.f_back
         return frame is not None and not is_installed_code(frame.f_code)
-    while frame is not None and frame.f_code is not _run.__code__:
+    while frame is not None and frame.f_code is not quietly_here.__code__:
         if str(frame.f_globals.get("__name__")).startswith(_ONCE):
             return False
         frame = frame.f_back

@@ -63,7 +63,6 @@ class Surroundings:
         self, model: nn.Module, shared: Iterable[nn.Module] = (), given: Iterable[Any] = ()
     ) -> None:
         self._shared, self._own = list(shared), frozenset(map(id, model.modules()))
-        self._outside = Reach(self._is_beyond, follows_code=False)
         self._of_modules: list[Any] = [*given]
         """Their hooks, what they hold that is not copied with them, and what they are given."""
         code = _global_hooks()
@@ -85,25 +84,22 @@ class Surroundings:
 
     def now(self) -> World:
         """Remember what they hold at present, and the random generators."""
-        roots = [os.environ, *self._shared, *self._roots()]
-        return World(RandomState.now(), self._snapshot(roots, self._places, MODELS))
+        return World(RandomState.now(), self._snapshot([os.environ, *self._shared], [], MODELS))
 
     def but_modules(self, moving: Sequence[tuple[nn.Module, str]]) -> Snapshot:
         """Remember what code of the model may touch outside of it, what its hooks hold, and some
         attributes of modules.
         """
         own = [Names("", vars(module), (key,)) for module, key in moving]
-        return self._snapshot(self._roots(), [*self._places, *own], self._outside)
+        return self._snapshot([], own, Reach(self._is_beyond, follows_code=False))
 
     def _is_beyond(self, value: Any) -> bool:
         """Whether it is a module of the model, or what no forward of a frozen front writes to."""
         return isinstance(value, nn.Parameter) or id(value) in self._own or MODELS.lets_be(value)
 
-    def _roots(self) -> list[Any]:
-        return [*self._functions, *_global_hooks(), *self._of_modules]
-
-    def _snapshot(self, roots: list[Any], places: list[Any], reach: Reach) -> Snapshot:
-        return Snapshot((("", root) for root in roots), places, reach, self._own)
+    def _snapshot(self, roots: list[Any], own: list[Any], reach: Reach) -> Snapshot:
+        roots = [*roots, *self._functions, *_global_hooks(), *self._of_modules]
+        return Snapshot((("", root) for root in roots), [*self._places, *own], reach, self._own)
 
 
 class Weights:
@@ -121,9 +117,8 @@ class Weights:
         for name, tensor in named:
             if id(tensor) in self._kept or not _is_plain(tensor) or tensor.is_inference():
                 continue
-            grad = tensor.grad
-            kept = _Held(tensor, self._room), grad if grad is None else _Held(grad, self._room)
-            self._kept[id(tensor)] = name, *kept
+            grad = None if tensor.grad is None else _Held(tensor.grad, self._room)
+            self._kept[id(tensor)] = name, _Held(tensor, self._room), grad
 
     def put_back(self, *, wholly: bool = False) -> dict[int, str]:
         """Put back what differs; return id -> name of what did.
