@@ -6,23 +6,10 @@ from torch.nn import functional as F
 
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
-from tests.helpers.nets import Images, frozen_net
-from tests.helpers.runs import run
+from tests.helpers.nets import Images, sgd, train_steps
+from tests.helpers.runs import cached, run
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
-
-
-@pytest.fixture
-def frozen():
-    return frozen_net()
-
-
-def fill(model, cache, loader):
-    """One epoch that stores everything."""
-    model.train()
-    for images, _ in loader:
-        model(images)
-        cache.flush()
 
 
 class Exposed(torch.nn.Module):
@@ -60,11 +47,11 @@ def test_what_is_written_to_a_batch_is_written_to_none_that_was_read_with_it(tmp
     assert torch.equal(gradients[0], gradients[2])
 
 
-def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path, frozen):
-    with ActivationCache(frozen, tmp_path, "layer1", gate="always") as cache:
+def test_targets_of_hits_are_plain_tensors_of_the_same_type(tmp_path):
+    with cached(tmp_path) as (model, cache):
         loader = EgeriaLoader(Images(noise=0), 8, cache=cache)
         expected = [targets.tolist() for _, targets in loader]
-        fill(frozen, cache, loader)
+        train_steps(model, loader, sgd(model), on_step=lambda _: cache.flush())
         for (images, targets), values in zip(loader, expected, strict=True):
             assert isinstance(images, BatchTensor)
             assert type(targets) is torch.Tensor

@@ -70,6 +70,16 @@ def run(text, directory=None, boundary="auto", **given):
             cache.close()
 
 
+def served(text, directory, caplog, *, plain=None, **given):
+    """Run a script in both ways: losses are the same, and nothing is said; return the stats."""
+    expected, _ = run(text if plain is None else plain, **given)
+    with caplog.at_level(logging.WARNING, "egeria"):
+        ours, stats = run(text, directory, **given)
+    assert ours["losses"] == expected["losses"]
+    assert not caplog.records
+    return stats
+
+
 SHADOWED = {
     "an attribute of the model": """
         class Net(nn.Module):
@@ -99,13 +109,8 @@ SHADOWED = {
 
 @pytest.mark.parametrize("net", SHADOWED.values(), ids=SHADOWED)
 def test_a_loops_variable_is_not_what_a_model_reads_of_the_same_name(net, directory, caplog):
-    text = BEGIN + textwrap.dedent(net) + TRAIN
-    plain, _ = run(text)
-    with caplog.at_level(logging.WARNING, "egeria"):
-        ours, stats = run(text, directory)
-    assert ours["losses"] == plain["losses"]
+    stats = served(BEGIN + textwrap.dedent(net) + TRAIN, directory, caplog)
     assert (stats.hits, stats.voided, stats.why_not) == (64, 0, None)
-    assert not caplog.records
 
 
 def test_a_global_that_the_front_does_read_counts_as_before(directory, caplog):
@@ -163,13 +168,9 @@ def test_what_nobody_froze_behind_the_front_goes_on_training(case, is_evaluated,
     )
     evaluate = "def evaluate():\n    model.eval()\n    for x, y in loader: model(x)\n"
     text = text.replace("losses = []", f"losses = []\n{evaluate}")
-    plain, _ = run(text, neck=neck)
-    with caplog.at_level(logging.WARNING, "egeria"):
-        ours, stats = run(text, directory, neck=neck)
-    assert ours["losses"] == plain["losses"]
+    stats = served(text, directory, caplog, neck=neck)
     assert stats.boundary == boundary
     assert stats.hits >= 64
-    assert not caplog.records
 
 
 ENCODER = """
@@ -196,23 +197,14 @@ def test_an_encoder_takes_its_padding_mask_as_without_a_cache(directory, caplog)
         "    model.eval()\n    with torch.no_grad():\n        for x, y in loader:\n"
         "            losses.append(model(x).sum().item())\n    model.train()\n"
     )
-    text = BEGIN + ENCODER + TRAIN + evaluate
-    plain, _ = run(text)
-    with caplog.at_level(logging.WARNING, "egeria"):
-        ours, stats = run(text, directory)
-    assert ours["losses"] == plain["losses"]
-    assert stats.boundary == "encoder.layers.0"
-    assert stats.hits == 64
-    assert not caplog.records
+    stats = served(BEGIN + ENCODER + TRAIN + evaluate, directory, caplog)
+    assert (stats.boundary, stats.hits) == ("encoder.layers.0", 64)
 
 
 def test_modes_that_a_trainer_restores_are_no_news(directory, caplog):
     """Lightning gives every module the mode that it had before a validation."""
     restore = "    for module in model.modules(): module.training = True\n"
     text = BEGIN + PROBE + TRAIN.replace("    for x, y", restore + "    for x, y")
-    plain, _ = run(text.replace(restore, ""), neck=nn.Dropout)
-    with caplog.at_level(logging.WARNING, "egeria"):
-        ours, stats = run(text, directory, neck=nn.Dropout)
-    assert ours["losses"] == plain["losses"]
+    plain = text.replace(restore, "")
+    stats = served(text, directory, caplog, plain=plain, neck=nn.Dropout)
     assert (stats.hits, stats.voided, stats.why_not) == (64, 0, None)
-    assert not caplog.records

@@ -147,10 +147,7 @@ class Run:
     def train(self, steps: range) -> Run:
         for step in steps:
             x, y = batch(step % 8, 16)
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(x.flatten(1)), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = take_step(F.cross_entropy(self.model(x.flatten(1)), y), self.optimizer)
             if step < TOTAL - 1:
                 self.scheduler.step()
             self.controller.step(loss)

@@ -51,10 +51,7 @@ class Run:
             self.model.train()
             torch.manual_seed(step)
             x, y = family_batch(self.kind, step)
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = take_step(F.cross_entropy(self.model(x), y), self.optimizer)
             self.controller.step(loss)
             self.losses.append(loss.item())
 

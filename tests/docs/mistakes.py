@@ -35,6 +35,7 @@ from egeria_cache.inspect import main as cache_inspect
 from egeria_cache.store.disk import place
 from egeria_core import FreezeController
 from egeria_core.pipeline import PipelinePlan
+from tests.helpers.steps import take_step
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
@@ -139,10 +140,7 @@ def train(net, loader, epochs=2, before=lambda x: x, call=None):
     optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), 0.1)
     for _ in range(epochs):
         for x, y in loader:
-            loss = F.cross_entropy((net if call is None else call)(before(x)), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(F.cross_entropy((net if call is None else call)(before(x)), y), optimizer)
 
 
 def cached(net, where: Path, **options) -> ActivationCache:

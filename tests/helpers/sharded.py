@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
+from tests.helpers.steps import take_step
+
 __all__ = ["Blocks", "CountBytes", "dataset", "freeze", "shard", "train"]
 
 
@@ -75,10 +77,7 @@ def train(
     losses = []
     model.train()
     for x, y in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = take_step(F.cross_entropy(model(x), y), optimizer)
         after(loss)
         losses.append(loss.item())
     return losses

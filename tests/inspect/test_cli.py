@@ -170,15 +170,6 @@ def test_a_directory_that_is_no_cache_exits_2_with_a_reason(tmp_path, capsys):
 # What `cache-inspect` says to people where they misspell.
 
 
-@pytest.fixture
-def filled_once(directory):
-    with ActivationStore(directory, "10MB") as store:
-        generation = store.open_generation({"boundary": "layer1", "mode": "train"})
-        generation.put_batch(range(4), {"act": torch.zeros(4, 100)})
-        store.flush(30)
-    return directory
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -194,23 +185,22 @@ def filled_once(directory):
     ],
 )
 @pytest.mark.cases(9)
-def test_what_is_wrong_with_an_argument_is_told_with_exit_code_2(filled_once, capsys, words, said):
-    assert main([str(filled_once) if word == "DIR" else word for word in words]) == 2
-    told = capsys.readouterr().err.replace(str(filled_once), "DIR")
+def test_what_is_wrong_with_an_argument_is_told_with_exit_code_2(filled, capsys, words, said):
+    assert main([str(filled) if word == "DIR" else word for word in words]) == 2
+    told = capsys.readouterr().err.replace(str(filled), "DIR")
     assert said in told
 
 
-def test_the_document_has_every_key_of_the_json(filled_once, tmp_path, capsys):
+def test_the_document_has_every_key_of_the_json(filled, tmp_path, capsys):
     document = (ROOT / "docs" / "inspect.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", document, re.MULTILINE))
     told = {name: re.findall(r"`(\w+)`", text) for name, text in rows.items()}
 
     def keys(*arguments):
-        main([str(filled_once), *map(str, arguments), "--json"])
-        return json.loads(capsys.readouterr().out)
+        return ask_json(capsys, filled, *arguments)[1]
 
     listed = keys("ls")
-    (generation,) = listed["generations"]
+    generation, _ = listed["generations"]
     assert {*listed} == {*told["`ls`"]}
     assert {*generation} == {*told["a generation"]}
     assert {*keys("show", generation["name"])} == {*generation, *told["`show`"]}
@@ -218,5 +208,5 @@ def test_the_document_has_every_key_of_the_json(filled_once, tmp_path, capsys):
         file = [tmp_path / "packed"] if "pack" in command else []
         name = [generation["name"]] if command == "pack" else []
         assert {*keys(command, *name, *file)} <= {*told[f"`{command}`"]}, command
-    (gone,) = keys("prune", "--unused").values()
+    gone, _ = keys("prune", "--unused").values()
     assert {*gone} == {*told["`prune`"]}

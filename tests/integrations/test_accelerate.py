@@ -39,8 +39,7 @@ def assert_alike(ours, plain):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_prepared_loader_serves(directory, config):
-    ours = train(directory, dataloader_config=DataLoaderConfiguration(**config))
-    plain = train(None, dataloader_config=DataLoaderConfiguration(**config))
+    ours, plain = both(directory, dataloader_config=DataLoaderConfiguration(**config))
     assert_alike(ours, plain)
     assert ours.hits >= 2 * 42
     assert ours.why_not is None
@@ -166,12 +165,7 @@ def test_other_loaders_are_prepared_as_before(directory):
     train(directory, epochs=0, each=plain_as_well)
 
 
-PROCESSES = {
-    "as it is": {},
-    "seedable": {"use_seedable_sampler": True, "data_seed": 3},
-    "split": {"split_batches": True},
-    "uneven": {"even_batches": False},
-}
+PROCESSES = {name: CONFIGS[name] for name in ("as it is", "seedable", "split", "uneven")}
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.integrations.lightning import EgeriaCallback
 from tests.helpers.lightning_loop import BATCH, Lit, controlled, data, make, trainer
+from tests.helpers.steps import Notes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::Warning:lightning.*", "ignore:.*eval mode at the start of training",
@@ -80,29 +81,10 @@ def test_validation_and_prediction_are_those_without_a_cache(tmp_path):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
 
 
-class NotesLosses:
-    """A controller that only writes down what it is given."""
-
-    def __init__(self):
-        self.losses, self.num_closed = [], 0
-
-    def step(self, loss=None):
-        self.losses.append(float(loss))
-
-    def state_dict(self):
-        return {"losses": list(self.losses)}
-
-    def load_state_dict(self, state):
-        self.losses = list(state["losses"])
-
-    def close(self):
-        self.num_closed += 1
-
-
 def test_a_controller_gets_the_mean_loss_of_the_batches_of_a_step(tmp_path):
     model = make()
     with ActivationCache(model, tmp_path, "backbone") as cache:
-        controller = NotesLosses()
+        controller = Notes()
         trainer(EgeriaCallback(cache, controller), accumulate_grad_batches=3).fit(
             model, loader(cache)
         )

@@ -89,35 +89,24 @@ def train(model, loader, *, epochs=3, events=None, flush=lambda: None):
     return losses
 
 
-def both(directory, *, epochs=3, events=None, **kwargs):
+def both(directory, boundary=BOUNDARY, *, epochs=3, events=None, **kwargs):
     """Return the losses with and without a cache, and the cache's figures."""
     plain = train(make(**kwargs), DataLoader(Texts(), 4), epochs=epochs, events=events)
     model = make(**kwargs)
-    with ActivationCache(model, directory, BOUNDARY, gate="always") as cache:
+    with ActivationCache(model, directory, boundary, gate="always") as cache:
         loader = EgeriaLoader(Texts(), 4, cache=cache)
         losses = train(model, loader, epochs=epochs, events=events, flush=cache.flush)
         return losses, plain, cache.stats()
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
-def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkpointing):
-    losses, plain, stats = both(tmp_path, checkpointing=checkpointing)
+@pytest.mark.parametrize("boundary", [BOUNDARY, "auto"])
+def test_adapters_in_the_last_layers_are_trained_behind_the_cut(tmp_path, checkpointing, boundary):
+    """And the front before the first one is found by itself."""
+    losses, plain, stats = both(tmp_path, boundary, checkpointing=checkpointing)
     assert losses == plain
     assert len(set(losses)) == len(losses)  # it trains
-    assert stats.hits == 2 * 4 * BATCHES
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
-def test_the_front_before_the_first_adapter_is_found_by_itself(tmp_path, checkpointing):
-    plain = train(make(checkpointing=checkpointing), DataLoader(Texts(), 4))
-    model = make(checkpointing=checkpointing)
-    with ActivationCache(model, tmp_path, "auto", gate="always") as cache:
-        loader = EgeriaLoader(Texts(), 4, cache=cache)
-        assert train(model, loader, flush=cache.flush) == plain
-        assert cache.boundary == BOUNDARY
-        assert cache.stats().hits == 2 * 4 * BATCHES
+    assert (stats.hits, stats.boundary) == (2 * 4 * BATCHES, BOUNDARY)
 
 
 def test_adapters_everywhere_are_refused_by_name(tmp_path):

@@ -9,21 +9,16 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from egeria_cache import ActivationCache, BoundaryError
 from egeria_cache.integrations.transformers import EgeriaTrainer
 from egeria_core import FreezeController, StaticPolicy
 from tests.helpers.accelerated import in_processes
-from tests.helpers.trained import bert, train_both
+from tests.helpers.steps import Notes
+from tests.helpers.trained import CAUSAL, CLASSES, bert, history, losses, make, train_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft
-TOKENS = torch.randint(3, 50, (40, 8), generator=torch.Generator().manual_seed(0))
-CAUSAL = [{"input_ids": row, "labels": row} for row in TOKENS]
-CLASSES = [
-    {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": int(row.sum()) % 3}
-    for row in TOKENS
-]
 
 
 def llama():
@@ -35,41 +30,6 @@ def llama():
         )
     )  # fmt: skip
     return model, "model.layers.1", [model.model.embed_tokens, *model.model.layers[:2]]
-
-
-def make(build, directory, *, cache_in=None, trainer=None, data=None, **options):
-    """Return a Trainer, with a cache if `cache_in` names its directory."""
-    torch.manual_seed(0)
-    model, boundary, front = build()
-    for module in front:
-        module.requires_grad_(False)
-    defaults = {
-        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_train_epochs": 3,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
-        "save_strategy": "no", "dataloader_pin_memory": False, "learning_rate": 1e-2,
-        "logging_nan_inf_filter": False,
-    }  # fmt: skip
-    extra = {}
-    if cache_in is not None:
-        trainer = trainer or EgeriaTrainer
-        extra["cache"] = ActivationCache(model, cache_in, boundary, gate="always")
-    data = data or (CLASSES if build is bert else CAUSAL)
-    return (trainer or Trainer)(
-        model=model, args=TrainingArguments(str(directory), **(defaults | options)),
-        train_dataset=data, eval_dataset=data[:16], **extra,
-    )  # fmt: skip
-
-
-def history(trainer, *names):
-    return [
-        [row[name] for name in names if name in row]
-        for row in trainer.state.log_history
-        if any(name in row for name in names)
-    ]
-
-
-def losses(trainer):
-    return [value for row in history(trainer, "loss", "eval_loss") for value in row]
 
 
 def both(build, directory, **options):
@@ -164,22 +124,6 @@ def test_what_the_cache_does_is_logged(tmp_path):
         assert hits[-1] == ours.cache.stats().hits
         assert history(ours, "egeria_boundary") == [["model.layers.1"]]
         json.dumps(ours.state.log_history)
-
-
-class Notes:
-    """A controller that only notes what it is told."""
-
-    def __init__(self):
-        self.losses, self.loaded = [], None
-
-    def step(self, loss):
-        self.losses.append(float(loss))
-
-    def state_dict(self):
-        return {"steps": len(self.losses)}
-
-    def load_state_dict(self, state):
-        self.loaded = state
 
 
 @pytest.mark.cases(1)

@@ -375,27 +375,22 @@ def test_another_process_finds_the_same_fingerprint():
     assert str(here).count("Rare[1000]") == 11
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda d: d.x.add_(1), lambda d: d.x.numpy().fill(3), lambda d: d.rows.fill(3),
-        lambda d: setattr(d, "scale", 2.0), lambda d: d.deep[2].__setitem__(1, 7.0),
-        lambda d: d.labels.__setitem__(0, 9), lambda d: setattr(d.inner, "by", 2),
-        lambda d: setattr(d, "x", d.x.clone()), lambda d: d.labels.append(1),
-        lambda d: d.kinds.add(7), lambda d: d.named.update(b=d.named.pop("a")),
-        lambda d: d.named["a"].neg_(), lambda d: d.weight.data.fill_(2.0),
-    ],
-)  # fmt: skip
-def test_a_glance_sees_what_was_written_or_replaced(write):
-    data = SimpleNamespace(
+def kept():
+    return SimpleNamespace(
         x=torch.zeros(3), rows=np.zeros(3), scale=1.0, deep=[[float(i), 0.5] for i in range(4)],
         labels=list(range(5)), inner=SimpleNamespace(by=1), kinds={1, 2},
         named={"a": torch.ones(2, dtype=torch.bfloat16)}, weight=torch.nn.Parameter(torch.ones(2)),
     )  # fmt: skip
-    glance = Portrait({"data set": data}, thorough=False)
-    assert not glance.has_moved()
-    write(data)
-    assert glance.has_moved()
+
+
+WRITES = (
+    lambda d: d.x.add_(1), lambda d: d.x.numpy().fill(3), lambda d: d.rows.fill(3),
+    lambda d: setattr(d, "scale", 2.0), lambda d: d.deep[2].__setitem__(1, 7.0),
+    lambda d: d.labels.__setitem__(0, 9), lambda d: setattr(d.inner, "by", 2),
+    lambda d: setattr(d, "x", d.x.clone()), lambda d: d.labels.append(1),
+    lambda d: d.kinds.add(7), lambda d: d.named.update(b=d.named.pop("a")),
+    lambda d: d.named["a"].neg_(), lambda d: d.weight.data.fill_(2.0),
+)  # fmt: skip
 
 
 def many():
@@ -452,10 +447,16 @@ class OtherTensor(torch.Tensor):
 SETTING = contextvars.ContextVar("setting", default=1)
 
 
-@pytest.mark.parametrize("kind", TOO_LONG_OR_NO_PLACE)
-def test_a_glance_sees_what_is_not_kept(kind):
-    make, write = TOO_LONG_OR_NO_PLACE[kind]
-    data = SimpleNamespace(held=make())
+SEEN = {f"kept {n}": (kept, write) for n, write in enumerate(WRITES)} | {
+    kind: (lambda make=make: SimpleNamespace(held=make()), write)
+    for kind, (make, write) in TOO_LONG_OR_NO_PLACE.items()
+}
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(("make", "write"), SEEN.values(), ids=SEEN)
+def test_a_glance_sees_what_was_written_or_replaced_kept_or_not(make, write):
+    data = make()
     glance = Portrait({"data set": data}, thorough=False)
     assert not glance.has_moved()
     write(data)

@@ -14,12 +14,12 @@ from egeria_cache import ActivationCache, FrozenPrefix
 from egeria_core import FreezeController
 from egeria_core.policies import StaticPolicy
 from tests.helpers.skip_harness import Harness, assert_same, assert_same_run, freeze, step, ways
+from tests.helpers.skip_models import BATCHES, call
 
 DATA = {
     "x": torch.randn(24, 6, generator=torch.Generator().manual_seed(1)),
     "y": torch.randint(3, (24,), generator=torch.Generator().manual_seed(2)),
 }
-BATCHES = [range(0, 8), range(8, 16), range(16, 24)]
 
 
 class Encoder(nn.Module):
@@ -65,10 +65,6 @@ class TwoTowers(Net):
 
     def forward(self, x):
         return self.head(self.encoder(x) + self.encoder(-x))
-
-
-def call(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def make(cls=Net):
