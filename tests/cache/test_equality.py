@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.samples.fingerprint import NUM_AGAIN
 from tests.helpers.nets import Images, freeze, sgd, train_steps
-from tests.helpers.runs import assert_same, cached, run
+from tests.helpers.runs import assert_same, both, cached, run
 from tests.helpers.steps import take_step
 from tests.hostile.loops import one_ahead
 
@@ -23,12 +23,8 @@ from tests.hostile.loops import one_ahead
 def test_a_frozen_run_is_the_same_to_the_bit(tmp_path, boundary, variants, workers):
     if workers and boundary != "layer1":
         pytest.skip("one boundary is enough with workers")
-    settings = {
-        "boundary": boundary, "augmentation_variants": variants, "num_workers": workers,
-        "epochs": 4,
-    }  # fmt: skip
-    cached = run(tmp_path / "a", gate="always", **settings)
-    computed = run(tmp_path / "b", gate="never", **settings)
+    settings = {"augmentation_variants": variants, "num_workers": workers}
+    cached, computed = both(tmp_path, boundary=boundary, epochs=4, **settings)
     assert_same(cached, computed)
     assert cached[3].hits == 48 * (4 - variants)
     assert cached[3].misses == 48 * variants
@@ -80,9 +76,7 @@ def test_what_was_loaded_before_the_data_changed_is_not_stored_as_of_the_new(tmp
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_moves_while_batches_are_in_flight_change_nothing(tmp_path, moves, workers):
-    settings = {"moves": moves, "epochs": 5, "num_workers": workers}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    computed = run(tmp_path / "b", gate="never", **settings)
+    cached, computed = both(tmp_path, moves=moves, epochs=5, num_workers=workers)
     assert_same(cached, computed)
     assert cached[3].hits > 0
 
@@ -112,8 +106,7 @@ class OneAhead:
 
 @pytest.mark.parametrize("moves", [None, {9: "layer2", 14: None}])
 def test_a_wrapper_that_fetches_one_batch_ahead_shifts_nothing(tmp_path, moves):
-    cached = run(tmp_path / "a", gate="always", wrap=OneAhead, moves=moves, epochs=4)
-    computed = run(tmp_path / "b", gate="never", wrap=OneAhead, moves=moves, epochs=4)
+    cached, computed = both(tmp_path, wrap=OneAhead, moves=moves, epochs=4)
     assert_same(cached, computed)
     assert cached[3].hits > 0
 
@@ -129,9 +122,8 @@ def test_after_a_forward_move_the_old_activations_are_the_way_in(tmp_path):
 
 def test_a_boundary_that_moves_at_a_mixed_batch_is_followed(tmp_path):
     """Half of the samples are stored when the boundary moves on; the next batches are mixed."""
-    settings = {"moves": {3: "layer1", 8: "layer2"}, "epochs": 4, "boundary": "stem"}
-    cached = run(tmp_path / "a", gate="always", **settings)
-    computed = run(tmp_path / "b", gate="never", **settings)
+    moves = {3: "layer1", 8: "layer2"}
+    cached, computed = both(tmp_path, moves=moves, epochs=4, boundary="stem")
     assert cached[3].partial_batches > 0
     assert cached[3].why_not is None
     torch.testing.assert_close(cached[0], computed[0], rtol=1e-5, atol=1e-6)

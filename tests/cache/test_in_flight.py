@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from egeria_cache import ActivationCache, EgeriaLoader
 from egeria_cache.batch.tensor import BatchTensor
 from tests.helpers.nets import Images, sgd, train_steps
-from tests.helpers.runs import cached, run
+from tests.helpers.runs import both, cached
 
 pytestmark = pytest.mark.usefixtures("way_of_rows")
 
@@ -75,11 +75,6 @@ def pad_to_longest(samples):
     width = max(image.shape[-1] for image, _ in samples)
     images = [F.pad(image, (0, width - image.shape[-1])) for image, _ in samples]
     return torch.stack(images), torch.stack([target for _, target in samples])
-
-
-def both(directory, **settings):
-    """Train with a cache that serves, and with one that does not."""
-    return [run(directory / gate, gate=gate, **settings) for gate in ("always", "never")]
 
 
 def test_batches_of_two_sizes_are_served_from_two_generations(tmp_path):

@@ -22,8 +22,7 @@ from tests.helpers.runs import assert_same, run
 
 @pytest.fixture
 def frozen():
-    model = frozen_net()
-    return model.eval()
+    return frozen_net().eval()
 
 
 @torch.no_grad()

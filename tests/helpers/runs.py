@@ -39,6 +39,11 @@ def run(directory, *, gate, epochs=3, moves=None, boundary="layer1", limit="1GB"
     return losses, gradients, model.state_dict(), stats, data
 
 
+def both(directory, **settings):
+    """Train with a cache that serves, and with one that does not."""
+    return [run(directory / gate, gate=gate, **settings) for gate in ("always", "never")]
+
+
 @contextmanager
 def cached(directory, boundary="layer1", *, gate="always", **options):
     """A net that is frozen up to a boundary, and its cache."""

@@ -211,15 +211,20 @@ def test_what_was_tried_is_not_kept_in_memory():
         gc.enable()
 
 
+def frozen(make=Net):
+    model = make()
+    for part in (model.early, model.middle):
+        part.requires_grad_(False)
+    return model
+
+
 def test_a_boundary_that_cannot_be_cut_raises_at_the_first_call_or_never(directory):
     class Mixing(Net):
         def front(self, x):
             return super().front(x - x.mean(0))
 
     for calls_before in (0, 1):
-        model, data = Mixing(), rows()
-        model.early.requires_grad_(False)
-        model.middle.requires_grad_(False)
+        model, data = frozen(Mixing), rows()
         with ActivationCache(model, directory, "middle", gate="always") as cache:
             for _ in range(calls_before):
                 model(data.tensors[0][:4])
@@ -233,9 +238,7 @@ def test_a_boundary_that_cannot_be_cut_raises_at_the_first_call_or_never(directo
 
 
 def test_failures_are_counted(directory, monkeypatch):
-    model = Net()
-    model.early.requires_grad_(False)
-    model.middle.requires_grad_(False)
+    model = frozen()
     provoked(monkeypatch, "store.generation.Generation.put_batch", 0)
     with ActivationCache(model, directory, "middle", gate="always") as cache:
         for x, _ in EgeriaLoader(rows(), batch_size=8, cache=cache):
@@ -275,10 +278,7 @@ def test_two_trainings_in_two_threads_are_as_each_alone(tmp_path):
             cache.close()
         return found
 
-    models = [Net(), Net()]
-    for model in models:
-        model.early.requires_grad_(False)
-        model.middle.requires_grad_(False)
+    models = [frozen(), frozen()]
     alone = [losses(number, None) for number in range(2)]
     for turn in range(4):
         with ThreadPoolExecutor(2) as pool:
