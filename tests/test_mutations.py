@@ -111,7 +111,7 @@ MUTATIONS = {
 """,
         new="""        log.log(level, "%s: cached activations are void", self.counters.passing)
 """,
-        caught_by="tests/skip/test_skip.py tests/hostile/test_prefix_tensors.py",
+        caught_by="tests/cache/test_equality.py",
     ),
     "the frozen front follows train()": Mutation(
         file="egeria_cache/skip/model/frozen.py",

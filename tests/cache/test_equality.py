@@ -94,6 +94,16 @@ def test_a_boundary_that_moves_back_lets_go_of_what_lies_beyond(tmp_path):
         assert not stored.alive
 
 
+def test_a_front_that_was_written_to_lets_go_of_what_was_stored(tmp_path):
+    with cached(tmp_path) as (model, cache):
+        loader = EgeriaLoader(Images(16), 8, cache=cache)
+        train_steps(model, loader, sgd(model))
+        (stored,) = cache.api.views.of(loader.source.key)
+        model.stem[0].weight.data.mul_(2)
+        train_steps(model, loader, sgd(model))
+        assert not stored.alive
+
+
 class OneAhead:
     """What Accelerate's loader does: the next batch is fetched before this one is given out."""
 
