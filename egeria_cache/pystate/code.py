@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from egeria_cache.kinds import is_installed
 from egeria_cache.pystate import objects
 from egeria_cache.pystate.bytecode import Names, code_text, names_in
-from egeria_cache.pystate.content import describe
+from egeria_cache.pystate.content import PLAIN, describe
 from egeria_cache.pystate.objects import in_class, is_installed_code, is_library, own_attributes
 from egeria_cache.pystate.places import LEADS, parts_of
 
@@ -291,7 +291,9 @@ def _entered(module: nn.Module, forwards: Mapping[int, Any]) -> Iterator[Entry]:
 
 
 def found_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yield a value, and what its containers and the user's own objects in it hold."""
+    """Yield a value, and what containers and the user's own objects hold, but for plain ones."""
+    if type(value) in PLAIN:
+        return
     yield value
     if isinstance(value, (types.BuiltinMethodType, functools.partial, *LEADS)):
         value = [one for one in parts_of(value) if not isinstance(one, types.ModuleType)]

@@ -84,7 +84,7 @@ class Copier:
         """Id of an original -> (it, which keeps the id its own; its copy)."""
         self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._where: list[str] = []
-        self._num_objects = self._num_bytes = self._depth = 0
+        self._num_bytes = self._depth = 0
         weights = (p for one in models for p in one.parameters() if type(p) is nn.Parameter)
         self._fixed = {p.untyped_storage()._cdata for p in weights if p.layout == torch.strided}
 
@@ -95,8 +95,7 @@ class Copier:
         known = self.pairs.get(id(value))
         if known is not None:
             return known[1]
-        self._num_objects += 1
-        if self._num_objects > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
+        if len(self.pairs) > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
         try:
@@ -267,10 +266,9 @@ class Copier:
         return new
 
     def _method(self, value: types.MethodType) -> Any:
-        owner = value.__self__
+        new = self(owner := value.__self__)
         if isinstance(owner, StandIn) and not owner.is_copied:  # a dry run runs the model's own
-            return self(owner)
-        new = self(owner)
+            return new
         return value if new is owner else types.MethodType(self(value.__func__), new)
 
     def _our_own(self, value: StandIn) -> Any:

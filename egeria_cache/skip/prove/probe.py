@@ -149,8 +149,7 @@ class Prober:
             return False
         scene.is_hit, scene.finished = True, False
         with Attempt():
-            late = Escape.at((), "what comes late")
-            if not copied.context.run(quietly_here, scene.settle, late):
+            if not copied.context.run(quietly_here, scene.settle, Escape.at((), "what comes late")):
                 return True
         scene.finished = True
         return not sum(
