@@ -501,6 +501,14 @@ def test_readers_and_voids_race_without_wrong_rows_or_errors(directory):
     assert not errors
 
 
+def test_nobody_waits_for_who_opens_another_generation(store):
+    generation = store.open_generation({"a": 1})
+    keep(store, [3], rows([3]), into=generation)
+    with ThreadPoolExecutor(1) as pool, files_module._lock:  # held while its tree is walked over
+        _, hit = pool.submit(generation.get_batch, [3]).result(DEADLINE_S)
+    assert hit.all()
+
+
 # -- processes -------------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ class GenerationFiles:
                 "nor its locks; open the ActivationStore in the child process itself, or start the "
                 "child with 'spawn'"
             )
-        with _lock:
+        with environment.counting:
             if self._closed.locked():
                 raise GoneError("closed")
             environment.num_users += 1
@@ -375,6 +375,8 @@ class Environment:
         """Whose threads may use it."""
         self._identity, self.num_users = identity, 0
         """Who opened it, and who reads or writes."""
+        self.counting = threading.RLock()
+        """Held for a moment; a reader does not wait until another tree is walked over."""
         self.env = _open_lmdb(directory, writes=writes)
         try:
             self.env.reader_check()
@@ -415,7 +417,8 @@ class Environment:
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
-                one.num_users += 1
+                with one.counting:
+                    one.num_users += 1
                 return one
             except lmdb.Error as error:
                 is_empty = getattr(error, "code", 0) == errno.EBADF
@@ -430,9 +433,12 @@ class Environment:
 
     def close(self) -> None:
         """One user less; the last one closes it."""
-        with _lock:
+        with self.counting:
             self.num_users -= 1
-            if not self.num_users:
+            if self.num_users:
+                return
+        with _lock:  # it may have been opened, or closed, meanwhile
+            if not self.num_users and _opened.get(self._identity) is self:
                 del _opened[self._identity]
                 self.env.close()
                 with contextlib.suppress(OSError):  # it is closed whatever close() says
