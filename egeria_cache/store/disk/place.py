@@ -435,11 +435,14 @@ class Budget:
 
         Removes unused generations, oldest use first, while less than `needed_bytes` is free.
         """
-        paths = sorted(generation_directories(self.directory, damaged=True), key=last_use)
-        while (free := self.limit_bytes - directory_bytes(self.directory)) < needed_bytes and paths:
-            path = paths.pop(0)
-            if not in_use_elsewhere(path) and remove_directory(path):
-                logger.info("%s removed: unused, and the limit was reached", path)
+        free = self.limit_bytes - directory_bytes(self.directory)
+        if free < needed_bytes:
+            for path in sorted(generation_directories(self.directory, damaged=True), key=last_use):
+                if not in_use_elsewhere(path) and remove_directory(path):
+                    logger.info("%s removed: unused, and the limit was reached", path)
+                free = self.limit_bytes - directory_bytes(self.directory)
+                if free >= needed_bytes:
+                    break
         return max(free, 0)
 
 
