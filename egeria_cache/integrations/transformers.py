@@ -40,7 +40,7 @@ class EgeriaTrainerMixin:
     ) -> None:
         self.cache = cache
         self.controller: Any = controller if hasattr(controller, "step") else None
-        self._make_controller: Any = controller
+        self._make_controller: Any = None if self.controller is not None else controller
         self._train_loader: Any = None
         self._step_loss: Any = 0.0
         self._logged_boundary: str | None = None
@@ -50,8 +50,9 @@ class EgeriaTrainerMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer, and then the controller."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if self.controller is None and self._make_controller is not None:
-            self.controller = self._make_controller(self.model, optimizer)
+        if self._make_controller is not None:
+            make, self._make_controller = self._make_controller, None
+            self.controller = make(self.model, optimizer)
         return optimizer
 
     def get_train_dataloader(self) -> Any:

@@ -145,9 +145,12 @@ def test_a_controller_is_given_the_loss_of_every_step_and_its_state(tmp_path, st
     trainer = train("first", notes)
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert notes.losses == pytest.approx(logged, rel=1e-4)
-    train("second", again, str(tmp_path / "first" / "checkpoint-3"))
+    trainer = train("second", again, str(tmp_path / "first" / "checkpoint-3"))
     assert again.loaded == {"steps": 3}
     assert len(again.losses) == len(notes.losses) - 3
+    trainer.controller = None  # put aside
+    trainer.train()
+    assert trainer.controller is None
 
 
 @pytest.mark.cases(1)
