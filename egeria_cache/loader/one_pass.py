@@ -21,6 +21,10 @@ from egeria_cache.loader.resume import Progress
 from egeria_cache.prefetch import PlannedEntry, Prefetcher
 from egeria_cache.samples import Loaded, LoaderSource, task_loader
 
+_TOGETHER = 4
+"""Batches whose missing rows are computed together: up to a number that it divides, so that ranks,
+which wait for each other, do so in the same steps."""
+
 
 class Pass:
     """One pass over an `EgeriaLoader`: what `iter(loader)` returns.
@@ -198,7 +202,7 @@ class Pass:
         """Load the next batches as well, as long as what hits leave out of them fills one batch:
         the model computes it together. Return what was `loaded` of the first.
         """
-        behind, found = [*self._planner.planned], [loaded]
+        behind, found = [*self._planner.planned][: -(plan.task.number + 1) % _TOGETHER], [loaded]
         if workers := self._loader.num_workers:  # half of what they have ready: they are to go on
             behind = behind[: (self._loader.prefetch_factor or 2) * workers // 2]
         left = len(plan.task.ids) - entry.num_misses
