@@ -121,7 +121,7 @@ class Bootstrap(Remembered):
         # NaN and infinity compare false: a diverging run stays in its critical period.
         if previous is not None and abs(smooth - previous) < self.change * abs(previous):
             fall, first = self.fall, self._first
-            self.done = fall is None or first is None or smooth <= first - fall * abs(first)
+            self.done |= fall is None or first is None or smooth <= first - fall * abs(first)
         return self.done
 
 

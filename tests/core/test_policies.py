@@ -187,6 +187,7 @@ def test_a_loss_that_has_not_begun_to_fall_is_not_settled() -> None:
     answers = [stage.observe(x) for x in [1.5, 1.2, 1.1, 1.05, 1.04]]
     assert answers[-1]
     assert not answers[0]
+    assert all(stage.observe(9.0) for _ in range(9))  # over for good
     stage = Bootstrap(fall=None)
     assert not any(stage.observe(math.nan) for _ in range(9))
 
