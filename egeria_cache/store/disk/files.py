@@ -193,11 +193,10 @@ class GenerationFiles:
                 "nor its locks; open the ActivationStore in the child process itself, or start the "
                 "child with 'spawn'"
             )
-        with environment.counting:
+        environment.users.append(None)
+        try:
             if self._closed.locked():
                 raise GoneError("closed")
-            environment.num_users += 1
-        try:
             if writes:  # what the killed have read would never be used again
                 environment.env.reader_check()
             with environment.env.begin(None, None, writes, writes) as transaction:  # type: ignore[call-overload]
@@ -373,10 +372,9 @@ class Environment:
         self.writes = writes
         self.process = os.getpid()
         """Whose threads may use it."""
-        self._identity, self.num_users = identity, 0
-        """Who opened it, and who reads or writes."""
-        self.counting = threading.RLock()
-        """Held for a moment; a reader does not wait until another tree is walked over."""
+        self._identity, self.users = identity, list[None]()
+        """One for each who opened it, reads or writes. They come and go without a lock: `_lock` is
+        held while another one's tree is walked over."""
         self.env = _open_lmdb(directory, writes=writes)
         try:
             self.env.reader_check()
@@ -417,8 +415,7 @@ class Environment:
                     descriptor = -1
                 elif writes and not one.writes:
                     raise OSError(errno.EBUSY, "it is being looked at by this process")
-                with one.counting:
-                    one.num_users += 1
+                one.users.append(None)
                 return one
             except lmdb.Error as error:
                 is_empty = getattr(error, "code", 0) == errno.EBADF
@@ -433,12 +430,11 @@ class Environment:
 
     def close(self) -> None:
         """One user less; the last one closes it."""
-        with self.counting:
-            self.num_users -= 1
-            if self.num_users:
-                return
+        self.users.pop()
+        if self.users:
+            return
         with _lock:  # it may have been opened, or closed, meanwhile
-            if not self.num_users and _opened.get(self._identity) is self:
+            if not self.users and _opened.get(self._identity) is self:
                 del _opened[self._identity]
                 self.env.close()
                 with contextlib.suppress(OSError):  # it is closed whatever close() says
