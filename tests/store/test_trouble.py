@@ -509,6 +509,16 @@ def test_nobody_waits_for_who_opens_another_generation(store):
     assert hit.all()
 
 
+def test_files_that_were_closed_are_read_by_nobody(store):
+    files = store.open_generation({"a": 1})._files
+    again = files_module.GenerationFiles(files.directory)
+    again.close()
+    with pytest.raises(GoneError), again.reading():
+        pass
+    with files.reading() as view:
+        assert view.totals().num_samples == 0
+
+
 # -- processes -------------------------------------------------------------------------------
 
 
