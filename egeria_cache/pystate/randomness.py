@@ -28,7 +28,8 @@ class _NumPy:
 
     def __init__(self) -> None:
         self._words = b""
-        """When it was last known to keep no deviate: only a draw that moves them makes one."""
+        """When it was last known to keep no deviate: only a draw that moves them makes one, or who
+        puts a state back."""
 
     def _read(self) -> bytes:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -43,6 +44,10 @@ class _NumPy:
                 return pickle.dumps(state)
             self._words = words
         return words
+
+    def whole(self) -> bytes:
+        self._words = b""
+        return self.look()
 
     @torch._disable_dynamo  # where compiled code has a sample loaded, it is no part of that
     def put_back(self, look: bytes) -> None:
@@ -65,6 +70,8 @@ class _Torch:
     def look(self) -> bytes:
         return torch.default_generator.get_state().numpy().tobytes()
 
+    whole = look
+
     def put_back(self, look: bytes) -> None:
         torch.default_generator.set_state(torch.frombuffer(bytearray(look), dtype=torch.uint8))
 
@@ -74,10 +81,12 @@ class _Torch:
         torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
-_PYTHON = SimpleNamespace(look=random.getstate, put_back=random.setstate, seed=random.seed)
+_PYTHON = SimpleNamespace(
+    look=random.getstate, whole=random.getstate, put_back=random.setstate, seed=random.seed
+)
 GENERATORS: dict[str, Any] = {"random": _PYTHON, "numpy": _NumPy(), "torch": _Torch()}
 """What `look` gives of one moves whenever it is drawn from; once that is `put_back`, the same is
-drawn again. `seed` takes 64 bits."""
+drawn again. `whole` sees as well that a state was put back. `seed` takes 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states."""
-        return cls(tuple(one.look() for one in GENERATORS.values()), random_states())
+        return cls(tuple(one.whole() for one in GENERATORS.values()), random_states())
 
     @staticmethod
     def seed(number: int) -> None:

@@ -99,7 +99,7 @@ class SampleLoader:
             return None
         if num & (num - 1):
             return self.get(indices)
-        before = {name: one.look() for name, one in GENERATORS.items()}
+        before = {name: one.whole() for name, one in GENERATORS.items()}
         try:
             has_own = next(_seedable(self.dataset), None) is not None
             samples = None if has_own else self.get(indices)
@@ -150,7 +150,7 @@ class SampleLoader:
         generators, unseen = seeded.values(), seeded.keys() - self.drawn
         if not generators and not transforms:
             return self.get(task.indices)
-        saved = [g.look() for g in generators] if get_worker_info() is None else []
+        saved = [g.whole() for g in generators] if get_worker_info() is None else []
         samples: list[Any] = []
         try:
             for index, sample_id, draw in zip(task.indices, task.ids, task.draws, strict=True):

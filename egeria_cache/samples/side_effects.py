@@ -24,7 +24,7 @@ _MAX_ASKED = 32
 def preserved() -> Iterator[None]:
     """Restore all three on exit, whatever was drawn or seeded inside."""
     with in_turns():
-        saved = {name: generator.look() for name, generator in GENERATORS.items()}
+        saved = {name: generator.whole() for name, generator in GENERATORS.items()}
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
 from egeria_cache.batch import Axis
-from egeria_cache.pystate import GENERATORS
+from egeria_cache.pystate import GENERATORS, RandomState
 from egeria_cache.samples import company as module
 from egeria_cache.samples.company import FREE_S, MAX_SHARE, Company
 from egeria_cache.samples.draws import Draws
@@ -319,6 +319,28 @@ def test_the_training_loops_own_generators_are_left_alone(kind, first, keeps_a_n
 
     assert drawn(load) == drawn(lambda: None)
     assert drawn(load) == drawn(lambda: None)
+
+
+def of_a_proof():
+    before = RandomState.now()
+    np.random.rand()
+    before.restore()
+
+
+def while_loading():
+    with preserved():
+        np.random.rand()
+
+
+@pytest.mark.parametrize("use", [of_a_proof, while_loading])
+def test_a_normal_deviate_that_a_loop_has_put_back_is_kept(use):
+    np.random.randn()  # NumPy now keeps a second one
+    state = np.random.get_state()
+    np.random.randn(), GENERATORS["numpy"].look()
+    np.random.set_state(state)
+    expected, _ = np.random.randn(), np.random.set_state(state)
+    use()
+    assert np.random.randn() == expected
 
 
 def test_while_nothing_is_frozen_a_data_set_that_draws_nothing_is_not_seeded(tmp_path):
