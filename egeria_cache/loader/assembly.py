@@ -109,7 +109,7 @@ class Assembly:
     def _load_instead(self, plan: Plan) -> Any:
         """Load a whole batch in this process: what was planned to be read cannot be."""
         assert plan.entry is not None
-        plan.missing = None
+        plan.missing, plan.until = None, -1
         self.cache.counters.counts.refetched += plan.entry.num_hits
         task = plan.task.take(np.ones(len(plan.task.ids), bool))
         return self._tag(plan, self._source.measure(task))

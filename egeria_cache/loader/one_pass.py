@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import _profiler_enabled as _profiles
 
-from egeria_cache.attempt import Attempt, outside_inference_mode
+from egeria_cache.attempt import Attempt, is_beside, outside_inference_mode
 from egeria_cache.batch import Missing, forget_lost
 from egeria_cache.loader.plan import Plan, Planner, num_foreseeable
 from egeria_cache.loader.resume import Progress
@@ -74,7 +75,8 @@ class Pass:
         self._loaded: deque[Loaded | Exception] = deque()
         """What was loaded ahead of its turn."""
         self._together: list[tuple[Plan, float]] = []
-        """Steps whose misses were computed with those of a later one, and their seconds."""
+        """Steps whose misses are computed together, and their seconds; infinite where somebody has
+        validated."""
         self._since, self._num_calls, self._fewest = 0.0, 0, sys.maxsize
         self._times_loading = cache is not None and cache.policy.wants_timing(loader.source.key)
         self._assembly = loader._assembly
@@ -150,7 +152,7 @@ class Pass:
             if isinstance(loaded, Exception):
                 raise loaded
         except Exception as error:
-            if planner.planned and not isinstance(error, StopIteration):
+            if planner.planned and is_beside(error) and not isinstance(error, StopIteration):
                 planner.planned.popleft()
             raise
         loads -= time.perf_counter()
@@ -194,8 +196,9 @@ class Pass:
             return Loaded(task.number, None, frozenset())
         try:  # past the inner DataLoader, which takes 50 us
             return self._source.samples.load_task(task)
-        except KeyboardInterrupt:  # who goes on with this pass gets the batch
-            undispatched.appendleft(task)
+        except BaseException as error:
+            if not is_beside(error):  # Ctrl-C: who goes on with this pass gets the batch
+                undispatched.appendleft(task)
             raise
 
     def _load_behind(self, plan: Plan, entry: PlannedEntry, loaded: Loaded) -> Loaded:
@@ -206,20 +209,26 @@ class Pass:
         if workers := self._loader.num_workers:  # half of what they have ready: they are to go on
             behind = behind[: (self._loader.prefetch_factor or 2) * workers // 2]
         left = len(plan.task.ids) - entry.num_misses
-        for one in behind if entry.view.padding is None and not plan.loads_hits else ():
-            if one.entry is None or one.loads_hits or one.entry.view is not entry.view:
-                break
-            left -= one.entry.num_misses
-            if left < 0 or (kept := self._lasting(found[-1])) is None:
-                break
-            found[-1] = kept
-            with Attempt() as tried:
-                found.append(self._load())
-            if tried.error is not None:
-                self._loaded.append(tried.error)  # it is raised in its turn
-                break
+        try:
+            for one in behind if entry.view.padding is None and not plan.loads_hits else ():
+                if one.entry is None or one.loads_hits or one.entry.view is not entry.view:
+                    break
+                left -= one.entry.num_misses
+                if left < 0 or (kept := self._lasting(found[-1])) is None:
+                    break
+                found[-1] = kept
+                with Attempt() as tried:
+                    found.append(self._load())
+                if tried.error is not None:
+                    self._loaded.append(tried.error)  # it is raised in its turn
+                    break
+        except BaseException:  # who goes on with this pass gets all of them
+            self._planner.planned.appendleft(plan)
+            self._loaded.extend(found)
+            raise
         missing: Missing | None = None
         for one, kept in reversed([*zip((plan, *behind), found, strict=False)]):
+            one.until = plan.task.number + len(found) - 1
             if one.entry is not None and one.entry.num_misses:
                 missing = one.missing = Missing(kept.data, one.entry.num_misses, missing)
         self._loaded.extendleft(reversed(found[1:]))
@@ -227,7 +236,7 @@ class Pass:
 
     def _lasting(self, loaded: Loaded) -> Loaded | None:
         """Return it so that the collate function may use its memory again; None if that fails."""
-        if not (self._loads_here and self._source.has_own_collate):
+        if self._loader.num_workers or not self._source.has_own_collate:
             return loaded
         with Attempt():
             return loaded._replace(data=copy.deepcopy(loaded.data))
@@ -276,21 +285,24 @@ class Pass:
         self._since, self._num_calls = now, cache.counters.num_calls
         self._fewest = min(self._fewest, num_calls)
         if num_calls > self._fewest:
-            cache.policy.unnoted_s = 0.0
-            self._together.clear()
-            return now
+            cache.policy.unnoted_s, seconds = 0.0, math.inf
+        if self._together and self._together[-1][0].until != plan.until:
+            self._note_row(cache)
         self._together.append((plan, seconds))
-        if plan.missing is not None and plan.missing.next is not None:
-            return now  # the first of them has paid for all
-        seconds = sum(spent for _, spent in self._together) / len(self._together)
+        if plan.task.number >= plan.until:
+            self._note_row(cache)
+        return now
+
+    def _note_row(self, cache: Any) -> None:
+        """Share out what steps took of which the first has computed misses of all."""
+        row, self._together = self._together, []
+        seconds = sum(spent for _, spent in row) / len(row)
         with self._beside:
-            for plan, _ in self._together:
+            for plan, _ in row if seconds < math.inf else ():
                 cache.note_step(
                     self._source.key, seconds, plan.size or len(plan.task.ids), plan.entry,
                     is_control=plan.control is not None,
                 )  # fmt: skip
-        self._together.clear()
-        return now
 
     def _start_workers(self) -> Iterator[Loaded]:
         loader = self._loader

@@ -84,6 +84,8 @@ class Plan:
     """Whether hits are loaded as well, for what stands beside what is stored."""
     missing: Missing | None = None
     """The rows that hits leave out, where they can be computed with those of the next batches."""
+    until: int = -1
+    """Number of the last batch that it is computed with; its own or none: it is computed alone."""
     size: float = 0.0
     """Number of samples, those of a padded batch counted by its length: what a step costs by."""
 
