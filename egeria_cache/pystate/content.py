@@ -186,7 +186,8 @@ def _holds_plain(values: Any) -> bool:
 def is_long(value: Any) -> bool:
     """Whether reading all of it takes a time that is felt."""
     if isinstance(value, np.ndarray | Tensor):
-        return getattr(value, "layout", torch.strided) == torch.strided and value.nbytes > LONG
+        is_dense = not isinstance(value, Tensor) or value.layout == torch.strided
+        return is_dense and value.nbytes > LONG
     return type(value) in (list, tuple, dict) and len(value) > LONG >> 6
 
 

@@ -98,8 +98,12 @@ class Copier:
         if len(self.pairs) > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
+        kind = type(value)
+        make = _maker_of(kind)
+        if make is Copier._other and kind is not value.__class__:  # a proxy passes for another kind
+            make = _maker_of(value.__class__)
         try:
-            return _maker_of(value.__class__)(self, value)
+            return make(self, value)
         finally:
             self._depth -= 1
 
@@ -201,7 +205,7 @@ class Copier:
 
     def _container(self, value: Any) -> Any:
         kind = type(value)
-        new = self._keep(value, base_of(value.__class__).__new__(kind))
+        new = self._keep(value, base_of(kind).__new__(kind))
         if isinstance(value, deque):
             deque.__init__(new, (), value.maxlen)
         elif isinstance(value, defaultdict):

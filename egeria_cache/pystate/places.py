@@ -203,14 +203,14 @@ class Items(Place):
 
     def read(self, where: Any) -> Any:
         """Return its items, in a plain container."""
-        base = base_of(where.__class__)
+        base = base_of(type(where))
         if issubclass(base, dict):
             return dict(base.items(where))
         return (set if base is set else list)(base.__iter__(where))
 
     def write(self, where: Any, kept: Any) -> None:
         """Have it hold these, in their order."""
-        base = base_of(where.__class__)
+        base = base_of(type(where))
         if base is list:  # at once: others may read it
             list.__setitem__(where, slice(None), kept)
             return

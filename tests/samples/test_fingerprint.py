@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
@@ -483,6 +483,7 @@ HELD = st.recursive(
 
 
 @given(HELD)
+@example(np.rec.array([(1.0, 2)] * 2, dtype=[("x", float), ("layout", int)]))
 def test_a_quick_portrait_of_little_has_the_prints_of_a_thorough_one(held):
     quick = Portrait({"data set": SimpleNamespace(held=held)}, thorough=False)
     assert quick.prints == Portrait(quick.roots).prints
