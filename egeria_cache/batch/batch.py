@@ -79,20 +79,20 @@ class Entry(Protocol):
         """
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Missing:
     """Rows that the hits of a batch leave out, and of the next batches, as far as these are loaded:
     the model computes them together, for a forward of few rows takes longer for each.
     """
 
     loaded: Any
-    """These rows, collated."""
+    """These rows, collated, until the batch was given out."""
     size: int
     next: Missing | None = None
     given: Callable[[], Batch | None] | None = None
     """The batch, once it was given out."""
     known: tuple[Any, dict[str, Tensor]] | None = None
-    """What was computed, and by which plan."""
+    """What was computed, and by which plan: none any more where it was let go of."""
 
     def behind(self) -> Iterator[tuple[Missing, Leaves]]:
         """Yield those of the next batches, with their leaves: none that the loop has written to."""
@@ -157,7 +157,7 @@ class Batch:
     def __post_init__(self) -> None:
         self.size = len(self.ids)
         if self.missing is not None:
-            self.missing.given = weakref.ref(self)
+            self.missing.given, self.missing.loaded = weakref.ref(self), None
         self._vouched, self._parts = dict[str, Vouched](), dict[bytes, Batch]()
         given, self.leaves = self.leaves, dict[str, Rows]()
         self._hold(given)

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from operator import attrgetter
@@ -277,6 +278,8 @@ class SkipEngine:
         self._auto: AutoBoundary | None = None
         self._sharded: ShardedFront | None = None
         self._num_even = self._num_escapes = 0
+        self._completed: Callable[[], Missing | None] = lambda: None
+        """The missing rows that were put beside hits last, as long as their batch is held."""
         self.is_awaited = False
         """Whether there are loaders of which none has begun a pass under this boundary: what the
         model is given meanwhile is an evaluation's, as like as not."""
@@ -676,6 +679,10 @@ class SkipEngine:
             self._compute(source, call, hit, missing, [])
         assert missing.known is not None
         fresh: Rows = missing.known[1]
+        # The loop may hold batches for long; one that it calls the model with again is the last.
+        if (last := self._completed()) is not None and last is not missing:
+            last.known = None, {}
+        self._completed = weakref.ref(missing)
         if source.boundary == self.boundary:
             self._captured(source, call, ~hit, fresh)
         return {

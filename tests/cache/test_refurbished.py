@@ -1,5 +1,6 @@
 """Random samples under a boundary: used some times, drawn anew in turns, and never silently."""
 
+import gc
 import json
 import logging
 import time
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from egeria_cache import ActivationCache, EgeriaLoader, sample_seed
+from egeria_cache.batch import Missing
 from egeria_cache.cache import loader_api
 from egeria_cache.gate.policy import AuditPlan
 from egeria_cache.inspect import main
@@ -211,6 +213,20 @@ def test_what_is_computed_together_is_noted_together_or_not_at_all(tmp_path, mon
             cache.flush()
     assert noted
     assert min(noted) > 0.05 / 8
+
+
+def test_what_was_computed_is_let_go_of_where_the_loop_holds_its_batches(tmp_path):
+    with cached(tmp_path, audit_rate=0) as (model, cache):
+        loader, held = EgeriaLoader(Images(), 8, cache=cache, seed=3), []
+        for _ in range(5):
+            held.clear()
+            for images, _ in loader:
+                held.append(images)
+                model(images)
+            cache.flush()
+        found = [one for one in gc.get_objects() if type(one) is Missing and one.known is not None]
+    assert len(found) > 3
+    assert sum(bool(one.known[1]) for one in found) <= 1
 
 
 @pytest.mark.cases(1)
