@@ -72,8 +72,6 @@ class Pass:
         self._steps: deque[Plan] = deque(maxlen=2)
         """Batches that were given out, and their steps not noted: a trainer may ask for the next
         one before it computes (Accelerate does)."""
-        self._loaded: deque[Loaded | Exception] = deque()
-        """What was loaded ahead of its turn."""
         self._together: list[tuple[Plan, float]] = []
         """Steps whose misses are computed together, and their seconds; infinite where somebody has
         validated."""
@@ -148,7 +146,7 @@ class Pass:
         state = progress.drawn.popleft() if progress.drawn else progress.sampler
         loads = time.perf_counter()
         try:
-            loaded = self._loaded.popleft() if self._loaded else self._load()
+            loaded = planner.loaded.popleft() if planner.loaded else self._load()
             if isinstance(loaded, Exception):
                 raise loaded
         except Exception as error:
@@ -205,7 +203,8 @@ class Pass:
         """Load the next batches as well, as long as what hits leave out of them fills one batch:
         the model computes it together. Return what was `loaded` of the first.
         """
-        behind, found = [*self._planner.planned][: -(plan.task.number + 1) % _TOGETHER], [loaded]
+        planner, found = self._planner, [loaded]
+        behind = [*planner.planned][: -(plan.task.number + 1) % _TOGETHER]
         if workers := self._loader.num_workers:  # half of what they have ready: they are to go on
             behind = behind[: (self._loader.prefetch_factor or 2) * workers // 2]
         left = len(plan.task.ids) - entry.num_misses
@@ -220,18 +219,18 @@ class Pass:
                 with Attempt() as tried:
                     found.append(self._load())
                 if tried.error is not None:
-                    self._loaded.append(tried.error)  # it is raised in its turn
+                    planner.loaded.append(tried.error)  # it is raised in its turn
                     break
         except BaseException:  # who goes on with this pass gets all of them
-            self._planner.planned.appendleft(plan)
-            self._loaded.extend(found)
+            planner.planned.appendleft(plan)
+            planner.loaded.extend(found)
             raise
         missing: Missing | None = None
         for one, kept in reversed([*zip((plan, *behind), found, strict=False)]):
             one.until = plan.task.number + len(found) - 1
             if one.entry is not None and one.entry.num_misses:
                 missing = one.missing = Missing(kept.data, one.entry.num_misses, missing)
-        self._loaded.extendleft(reversed(found[1:]))
+        planner.loaded.extendleft(reversed(found[1:]))
         return found[0]
 
     def _lasting(self, loaded: Loaded) -> Loaded | None:

@@ -22,7 +22,7 @@ from egeria_cache.batch import Missing
 from egeria_cache.loader.resume import Progress
 from egeria_cache.loader.samplers import ShardAffineSampler
 from egeria_cache.prefetch import PlannedEntry, Prefetcher, View
-from egeria_cache.samples import Clock, LoaderSource, Task
+from egeria_cache.samples import Clock, Loaded, LoaderSource, Task
 
 if TYPE_CHECKING:
     from egeria_cache.cache import LoaderApi
@@ -120,6 +120,8 @@ class Planner:
     """Beyond what was taken."""
     undispatched: deque[Task] = field(default_factory=deque)
     """What of them is still to be loaded."""
+    loaded: deque[Loaded | Exception] = field(default_factory=deque)
+    """What of them was loaded ahead of its turn."""
     is_midway: bool = False
     """Whether more batches are to come than the last few, ahead of need."""
     unread: deque[PlannedEntry] = field(default_factory=deque)

@@ -169,6 +169,20 @@ def test_a_pass_goes_on_after_ctrl_c_in_what_is_loaded_ahead(tmp_path, monkeypat
     assert [one for one in given if one is not None] == Images().targets[::8].tolist()
 
 
+def test_passes_that_share_persistent_workers_share_what_was_loaded_ahead(tmp_path):
+    with cached(tmp_path, audit_rate=0) as (model, cache):
+        loader = EgeriaLoader(
+            Images(), 8, cache=cache, seed=3, num_workers=2, persistent_workers=True
+        )
+        train_steps(model, loader, sgd(model), 5, lambda _: cache.flush())
+        first = iter(loader)
+        model(next(first)[0])
+        second = iter(loader)  # DataLoader's shared iterator starts again
+        given = [next(batches)[1][0].item() for batches in (second, first, second)]
+        given += given_in(first, model, ())
+    assert given == Images().targets[::8].tolist()
+
+
 @pytest.mark.parametrize("pins", [False, True])
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_a_collate_function_may_use_its_memory_again(tmp_path, pins):
