@@ -15,8 +15,9 @@ import marshal
 import random
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from egeria_cache.kinds import kind_name
 from egeria_cache.pystate.objects import is_foreign, is_outside, outside_state, own_attributes
-from egeria_cache.pystate.places import GENERATOR_KINDS, LEADS, Generator, led_to
+from egeria_cache.pystate.places import GENERATOR_KINDS, LEADS, Generator, led_to, parts_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis)})
 LONG = 1 << 20
@@ -93,6 +94,8 @@ class Content:
             is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")
             kind = value if isinstance(value, type) else type(value)
             self.texts[path] = value.__name__.encode() if is_named else kind_name(kind).encode()
+            if not is_far:
+                self._add_beside(path, parts_of(value), depth - 1)
         else:
             self.texts[path] = type(value).__qualname__.encode()
             self._around.add(id(value))
@@ -127,8 +130,17 @@ class Content:
                 self._add(f"{path}[{i}]", item, depth)
         elif self._into_foreign or not is_foreign(value) or is_outside(value):
             self._add_object(path, value, depth)
+        if isinstance(value, (partial, Mapping, set, frozenset, list, tuple, deque)):
+            self._add_beside(path, [*parts_of(value), *own_attributes(value).values()], depth)
         if not isinstance(value, dict | list | tuple | set | frozenset):
             self.is_all &= _is_plain_object(value)
+
+    def _add_beside(self, path: str, parts: Iterable[Any], depth: int) -> None:
+        """Add what code is bound to, and attributes of containers; where it looks into foreign
+        things, that may be a trainer's all.
+        """
+        for i, part in enumerate(() if self._into_foreign else parts):
+            self._add(f"{path}<{i}>", part, depth)
 
     def _add_object(self, path: str, value: Any, depth: int) -> None:
         held: Any = outside_state(value)

@@ -665,6 +665,7 @@ def test_a_counter_of_the_models_own_that_decides_of_the_front(run, decide):
 
 
 made_at_once = lambda m: setattr(m, "count", getattr(m, "count", 0) + 1) or m.count  # noqa: E731
+made_besides = lambda m: made_at_once(m.held)  # noqa: E731
 FLAG = {"a flag": (dict, lambda at: len(at) or at.update(is_set=True) or 0)}
 KINDS = (
     "a list", "a table", "a table that passes for an object", "an object", "a list that grows",
@@ -682,6 +683,8 @@ HELD_COUNTS = {
         for kind in KINDS
     },
     "an attribute that the first call makes": (lambda: None, made_at_once),
+    "what a method is bound to": (lambda: [].append, lambda m: m.held(0) or len(m.held.__self__)),
+    "what a table has besides": (type("Table", (dict,), {}), made_besides),
 }
 
 
