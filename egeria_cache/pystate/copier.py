@@ -323,8 +323,10 @@ class Copier:
         own, slots = own_dict(value), objects.slot_names(type(value))
         if own is None and not slots:
             return value
+        kind: Any = type(value)
+        base: Any = types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object
         try:
-            new = object.__new__(type(value))
+            new = base.__new__(kind)
         except TypeError:  # made in C
             return value
         self._keep(value, new)
