@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -128,8 +129,8 @@ class SamplerRng:
         }
         if not self._is_torch:
             state["python"] = random.getstate()
-            name, keys, *rest = np.random.get_state()
-            state["numpy"] = [name, _text(np.asarray(keys, "<u4")), *rest]
+            numpy = np.random.get_state(legacy=False)  # whatever makes its bits
+            state["numpy"] = json.loads(json.dumps(numpy, default=np.ndarray.tolist))
         return state
 
     def set(self, state: dict[str, Any]) -> None:
@@ -145,8 +146,10 @@ class SamplerRng:
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
-            name, keys, *rest = state["numpy"]
-            np.random.set_state((name, np.frombuffer(_bytes(keys), "<u4"), *rest))
+            numpy = state["numpy"]
+            if not isinstance(numpy, dict):  # as it was noted formerly
+                numpy = (numpy[0], np.frombuffer(_bytes(numpy[1]), "<u4"), *numpy[2:])
+            np.random.set_state(numpy)
 
 
 def _text(array: np.ndarray) -> str:

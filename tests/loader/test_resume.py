@@ -117,6 +117,20 @@ def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
         same(list(resumed), expected)
 
 
+def test_numpy_may_have_its_bits_from_another_generator():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.Philox(3))
+    try:
+        batches = iter(loader := make("a user's"))
+        next(batches)
+        state, rest = through_a_file(loader.state_dict()), list(batches)
+        resumed = make("a user's")
+        resumed.load_state_dict(state)
+        same(list(resumed), rest)
+    finally:
+        np.random.set_bit_generator(before)
+
+
 class Restarting:
     """A batch sampler to which iter() is a new epoch, as Lightning's is where it predicts."""
 
