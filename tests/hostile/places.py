@@ -51,8 +51,8 @@ class Words(dict):
     __getattr__ = dict.__getitem__
 
 
-class Passing(dict):
-    """A table that passes for something else, as proxies do."""
+class Proxy(Words):
+    """A table that passes for something else."""
 
     __class__ = property(lambda _: Single)
 
@@ -184,9 +184,7 @@ REPLACED = {
 HELD = {
     "a list": (lambda k: [k], first, set_first),
     "a table": (lambda k: Words(scale=k), scale, lambda at, k: at.update(scale=k)),
-    "a table that passes for an object": (
-        lambda k: Passing(scale=k), lambda at: at["scale"], lambda at, k: at.update(scale=k),
-    ),
+    "a proxy": (lambda k: Proxy(scale=k), scale, lambda at, k: at.update(scale=k)),
     "the key of a table": (
         lambda k: {k: None}, lambda at: next(iter(at)),
         lambda at, k: at.update({k: at.popitem()[1]}),

@@ -667,10 +667,7 @@ def test_a_counter_of_the_models_own_that_decides_of_the_front(run, decide):
 made_at_once = lambda m: setattr(m, "count", getattr(m, "count", 0) + 1) or m.count  # noqa: E731
 made_besides = lambda m: made_at_once(m.held)  # noqa: E731
 FLAG = {"a flag": (dict, lambda at: len(at) or at.update(is_set=True) or 0)}
-KINDS = (
-    "a list", "a table", "a table that passes for an object", "an object", "a list that grows",
-    "a set", "a tensor in an object",
-)  # fmt: skip
+KINDS = ("a list", "a proxy", "an object", "a list that grows", "a set", "a tensor in an object")
 OUTSIDE = (
     "an array of Python's", "ctypes", "bytes", "bytes that grow", "a set", "an iterator",
     "a context", "the environment", "a table",
