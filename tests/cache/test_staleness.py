@@ -102,10 +102,6 @@ def test_passes_that_share_persistent_workers_give_each_sample_its_own_rows(tmp_
                 assert_right(frozen, [left, right], data.tensors[0], range(32))
             assert_right(frozen, loader, data.tensors[0], range(32))
             cache.flush()
-        first = iter(loader)
-        next(first)
-        next(iter(loader))  # a peek: DataLoader's shared iterator starts again
-        assert len(list(first)) == 7
 
 
 def test_a_worker_forked_during_a_commit_does_not_keep_the_lock(tmp_path):
