@@ -94,8 +94,7 @@ class Content:
             is_named = isinstance(value, _BY_NAME) and hasattr(value, "__name__")
             kind = value if isinstance(value, type) else type(value)
             self.texts[path] = value.__name__.encode() if is_named else kind_name(kind).encode()
-            if not is_far:
-                self._add_beside(path, parts_of(value), depth - 1)
+            self._add_beside(path, () if is_far else parts_of(value), depth - 1)
         else:
             self.texts[path] = type(value).__qualname__.encode()
             self._around.add(id(value))
@@ -197,9 +196,9 @@ def _holds_plain(values: Any) -> bool:
 
 def is_long(value: Any) -> bool:
     """Whether reading all of it takes a time that is felt."""
-    if isinstance(value, np.ndarray | Tensor):
-        is_dense = not isinstance(value, Tensor) or value.layout == torch.strided
-        return is_dense and value.nbytes > LONG
+    layout = value.layout if isinstance(value, Tensor) else torch.strided
+    if isinstance(value, np.ndarray | Tensor) and layout == torch.strided:
+        return value.nbytes > LONG
     return type(value) in (list, tuple, dict) and len(value) > LONG >> 6
 
 

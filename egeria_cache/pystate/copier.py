@@ -98,12 +98,8 @@ class Copier:
         if len(self.pairs) > _MAX_OBJECTS or self._depth > _MAX_DEPTH:
             return value
         self._depth += 1
-        kind = type(value)
-        make = _maker_of(kind)
-        if make is Copier._other and kind is not value.__class__:  # a proxy passes for another kind
-            make = _maker_of(value.__class__)
         try:
-            return make(self, value)
+            return _maker_of(type(value))(self, value)
         finally:
             self._depth -= 1
 
@@ -304,6 +300,8 @@ class Copier:
         return value if new is target else self._keep(value, weakref.ref(new))
 
     def _other(self, value: Any) -> Any:
+        if (passes := _maker_of(value.__class__)) is not Copier._other:  # a proxy
+            return passes(self, value)
         if not objects.leads_out(value):
             return value if is_foreign(value) else self._object(value)
         new: Any = Uncopied(f"{self._path()} ({type(value).__name__})")
@@ -323,10 +321,9 @@ class Copier:
         own, slots = own_dict(value), objects.slot_names(type(value))
         if own is None and not slots:
             return value
-        kind: Any = type(value)
-        base: Any = types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object
+        base: Any = types.SimpleNamespace if isinstance(value, types.SimpleNamespace) else object
         try:
-            new = base.__new__(kind)
+            new = base.__new__(type(value))
         except TypeError:  # made in C
             return value
         self._keep(value, new)
