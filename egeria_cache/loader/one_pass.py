@@ -157,7 +157,8 @@ class Pass:
         source.samples.drawn |= loaded.drawn  # what workers saw
         source.samples.company = loaded.company or source.samples.company
         plan = planner.take(loaded.number)
-        if plan.entry is not None and plan.entry.num_misses and plan.missing is None:
+        is_first = plan.missing is None and not planner.loaded
+        if is_first and plan.entry is not None and plan.entry.num_misses:
             loaded = self._load_behind(plan, plan.entry, loaded)
         if (cache := self._cache) is None:
             progress.sampler, progress.yielded = state, progress.yielded + 1

@@ -22,15 +22,7 @@ from torch import Tensor, nn
 
 from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
-from egeria_cache.batch import (
-    Batch,
-    Entry,
-    Leaves,
-    Missing,
-    batch_tensors,
-    interleaved,
-    unwrap,
-)
+from egeria_cache.batch import Batch, Entry, Leaves, Missing, batch_tensors, interleaved, unwrap
 from egeria_cache.device import Answers, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached

@@ -148,7 +148,7 @@ def test_what_a_sample_raises_that_is_loaded_ahead_comes_in_its_turn(tmp_path, w
             cache.flush()
 
 
-@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("at", [2, 3])
 def test_a_pass_goes_on_after_ctrl_c_in_what_is_loaded_ahead(tmp_path, monkeypatch, at):
     count = []
 

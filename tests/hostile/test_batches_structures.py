@@ -20,16 +20,7 @@ from torch.utils.data import default_collate
 
 from tests.hostile.harness import hostile
 from tests.hostile.loops import ce, trained
-from tests.hostile.nets import (
-    NUM_SAMPLES,
-    Net,
-    Pairs,
-    labels,
-    made,
-    net,
-    rows,
-    saved,
-)
+from tests.hostile.nets import NUM_SAMPLES, Net, Pairs, labels, made, net, rows, saved
 from tests.hostile.nets import sentences as token_rows
 
 # ---- kinds of batches -------------------------------------------------------------------------
