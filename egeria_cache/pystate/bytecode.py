@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from itertools import chain
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from egeria_cache.pystate.content import describe
@@ -163,7 +163,8 @@ def globals_of(function: FunctionType) -> list[tuple[dict[str, Any], tuple[str, 
     texts = (text for text in names.imports if text in scope)
     own = dict.fromkeys((*names.loaded, *names.stored, *texts))
     found = [(scope, tuple(own))] if own else []
-    for module in (*map(scope.get, own), *map(sys.modules.get, names.imports)):
+    closed = (c.cell_contents for c in function.__closure__ or () if c != CellType())  # not empty
+    for module in (*map(scope.get, own), *map(sys.modules.get, names.imports), *closed):
         if isinstance(module, ModuleType) and not is_library(module.__name__):
             inner = vars(module)
             found.append((inner, tuple(name for name in names.all if name in inner)))

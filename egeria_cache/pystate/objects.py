@@ -62,6 +62,7 @@ _WORLDS = *FOREIGN_PACKAGES, *(f"{name}." for name in (
     "tempfile", "tensorboard", "tensorboardX", "torch._C", "torch._dynamo", "torch.distributed",
     "torch.optim", "torch.utils.data", "torch.utils.tensorboard", "wandb", "zmq",
 ))  # fmt: skip
+_VALUES = (str, bytes, int, float, complex, tuple, frozenset, np.ndarray)
 CODE_KINDS = (types.FunctionType, type, property, staticmethod, classmethod)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
@@ -151,8 +152,9 @@ def is_put_back(value: Any) -> bool:
     """Whether an object that is not copied only has attributes, which can be put back."""
     if isinstance(value, Dataset | Sampler | BaseException | enum.Enum):
         return True
-    is_users = not (isinstance(value, _CLASSES) or is_library(type(value).__module__))
-    return is_users and _has_finaliser(type(value))
+    is_such = not isinstance(value, _CLASSES) and _has_finaliser(type(value))
+    is_such |= isinstance(value, _VALUES)  # of a class of the user's these have attributes
+    return is_such and not is_library(type(value).__module__)
 
 
 @once_per_class

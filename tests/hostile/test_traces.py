@@ -429,14 +429,23 @@ def test_state_that_a_front_moves_is_that_after_plain_calls(run, make):
     seen(run, make, "front")
 
 
-@hostile
-def test_a_namespace_that_the_front_reads_and_the_head_moves_is_that_after_plain_calls(run):
+BOXES = {
+    "a namespace": types.SimpleNamespace,
+    "a text": type("Text", (str,), {}),
+    "a tuple": type("Pair", (tuple,), {}),
+    "an array": lambda: np.zeros(2).view(type("Array", (np.ndarray,), {})),
+}
+
+
+@hostile(over=BOXES)
+def test_an_object_that_the_front_reads_and_the_head_moves_is_that_after_plain_calls(run, make):
     def back(model, h):
         model.box.calls += 1
         return Net.back(model, h)
 
     front = lambda model, x: Net.front(model, x) * model.box.gain  # noqa: E731
-    model = net(front=front, back=back, box=types.SimpleNamespace(gain=1.0, calls=0))
+    model = net(front=front, back=back, box=make())
+    model.box.gain, model.box.calls = 1.0, 0
     looked_at(run, model, lambda model: model.box.calls)
 
 
