@@ -146,8 +146,7 @@ class SamplerRng:
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
-            numpy = state["numpy"]
-            if not isinstance(numpy, dict):  # as it was noted formerly
+            if not isinstance(numpy := state["numpy"], dict):  # as it was noted formerly
                 numpy = (numpy[0], np.frombuffer(_bytes(numpy[1]), "<u4"), *numpy[2:])
             np.random.set_state(numpy)
 
