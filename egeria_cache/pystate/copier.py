@@ -169,14 +169,14 @@ class Copier:
 
     def _array(self, value: np.ndarray) -> Any:
         base = value.base
-        if type(value) is not np.ndarray:
+        if type(value) not in (np.ndarray, np.recarray, np.matrix):
             return self._keep(value, value)
         if type(base) is np.ndarray and base.base is None:
             start = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
             whole = self(base)
             if whole is not base and base.flags.forc:
                 new = np.ndarray(value.shape, value.dtype, whole, start, value.strides)
-                return self._keep(value, new)
+                return self._keep(value, new.view(type(value)))
         self._num_bytes += value.nbytes
         if self._num_bytes > _MAX_BYTES:
             return value

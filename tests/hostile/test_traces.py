@@ -433,6 +433,7 @@ BOXES = {
     "a namespace": types.SimpleNamespace,
     "a text": type("Text", (str,), {}),
     "a tuple": type("Pair", (tuple,), {}),
+    "records": lambda: np.zeros((), [("gain", float), ("calls", int)]).view(np.recarray),
     "an array": lambda: np.zeros(2).view(type("Array", (np.ndarray,), {})),
 }
 
@@ -443,10 +444,10 @@ def test_an_object_that_the_front_reads_and_the_head_moves_is_that_after_plain_c
         model.box.calls += 1
         return Net.back(model, h)
 
-    front = lambda model, x: Net.front(model, x) * model.box.gain  # noqa: E731
+    front = lambda model, x: Net.front(model, x) * float(model.box.gain)  # noqa: E731
     model = net(front=front, back=back, box=make())
     model.box.gain, model.box.calls = 1.0, 0
-    looked_at(run, model, lambda model: model.box.calls)
+    looked_at(run, model, lambda model: int(model.box.calls))
 
 
 @hostile
