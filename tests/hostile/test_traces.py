@@ -379,14 +379,17 @@ def hooks(m):
 
 
 def defaults_and_cells(m):
-    num_calls = [0]
+    num_calls, config = [0], types.ModuleType("config")
+    config.calls = 0
 
     def counted(h, memo={}):  # noqa: B006
         num_calls[0] += 1
+        config.calls += 1
         memo["n"] = memo.get("n", 0) + 1
         return h
 
-    return lambda m, h: counted(h), lambda m: [num_calls[0], counted.__defaults__[0].get("n", 0)]
+    counts = lambda m: [num_calls[0], config.calls, counted.__defaults__[0].get("n", 0)]  # noqa: E731
+    return lambda m, h: counted(h), counts
 
 
 def drawing(m):
