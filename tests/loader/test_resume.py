@@ -121,11 +121,9 @@ def test_numpy_may_have_its_bits_from_another_generator():
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.Philox(3))
     try:
-        batches = iter(loader := make("a user's"))
-        next(batches)
+        next(batches := iter(loader := make("a user's")))
         state, rest = through_a_file(loader.state_dict()), list(batches)
-        resumed = make("a user's")
-        resumed.load_state_dict(state)
+        (resumed := make("a user's")).load_state_dict(state)
         same(list(resumed), rest)
     finally:
         np.random.set_bit_generator(before)
