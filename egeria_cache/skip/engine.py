@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from egeria_cache import attempt
 from egeria_cache.attempt import Attempt, is_beside, is_ours, without_us
 from egeria_cache.batch import Batch, Entry, Leaves, Missing, batch_tensors, interleaved, unwrap
-from egeria_cache.device import Answers, uploaded
+from egeria_cache.device import Answers, runs_late, uploaded
 from egeria_cache.errors import BoundaryError, PaddingError
 from egeria_cache.pystate import is_compiled, reached
 from egeria_cache.skip.model import calls
@@ -213,6 +213,10 @@ class SkipHost(Protocol):
 
         "compiled": the whole model is compiled, and what is compiled runs without being cached.
         """
+
+
+_NUM_SIZES = 4
+"""Numbers of rows that misses are computed in, as parts of a batch."""
 
 
 class SkipEngine:
@@ -664,11 +668,11 @@ class SkipEngine:
         missing = call.batch.missing
         if missing is None or source.draws:
             missing = Missing(None, len(hit) - int(hit.sum()))
-        if missing.known is None and missing.next is not None:
+        elif missing.known is None:
             with Attempt():  # if it is the model's own error, it raises it again
                 self._compute(source, call, hit, missing, [*missing.behind()])
         if missing.known is None or missing.known[0] is not source:
-            self._compute(source, call, hit, missing, [])
+            self._compute(source, call, hit, missing, None)
         assert missing.known is not None
         fresh: Rows = missing.known[1]
         # The loop may hold batches for long; one that it calls the model with again is the last.
@@ -684,12 +688,18 @@ class SkipEngine:
 
     def _compute(
         self, source: ReplayPlan, call: Invocation, hit: np.ndarray, missing: Missing,
-        behind: list[tuple[Missing, Leaves]],
+        behind: list[tuple[Missing, Leaves]] | None,
     ) -> None:  # fmt: skip
-        """Run the prefix on the misses, and with them on those of the next batches."""
-        parts, stop = [missing, *(one for one, _ in behind)], 0
-        inputs = call.rows(~hit, behind=[leaves for _, leaves in behind])
-        found = replay.prefix(self._forward, source, inputs, sum(one.size for one in parts))
+        """Run the prefix on the misses, and with them on those of the next batches; on a device on
+        so many rows as in other runs, for kernels are chosen, and compiled, for their number.
+        """
+        parts, stop, size = [missing, *(one for one, _ in behind or ())], 0, call.batch.size
+        num_rows = sum(one.size for one in parts)
+        fill = 0
+        if behind is not None and any(runs_late(one.device) for one in call.tagged.values()):
+            fill = min(-num_rows % max(size // _NUM_SIZES, 1), size - num_rows)
+        inputs = call.rows(~hit, behind=[leaves for _, leaves in behind or ()], fill=fill)
+        found = replay.prefix(self._forward, source, inputs, num_rows + fill)
         for one in parts:
             start, stop = stop, stop + one.size
             one.known = source, {name: rows[start:stop] for name, rows in found.items()}

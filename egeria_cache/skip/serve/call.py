@@ -255,9 +255,11 @@ class Invocation:
         mask: np.ndarray,
         loaded: Mapping[str, Any] | None = None,
         behind: Sequence[Mapping[str, Any]] = (),
+        fill: int = 0,
     ) -> Arguments:
         """Return (args, kwargs) of the masked rows: those that the batch's entry misses, or from
-        what was loaded again for them; and `behind` them of what was loaded for other batches.
+        what was loaded again for them; `behind` them of what was loaded for other batches; and to
+        `fill` up their number, the first one some times more.
 
         Raises:
             LookupError: What others would come with is not known.
@@ -267,11 +269,12 @@ class Invocation:
             if position in self.tagged:
                 with torch.inference_mode(False):
                     own = leaf.misses() if loaded is None else leaf.rows(mask, loaded)
-                    return torch.cat([own, *map(leaf.of, behind)]) if behind else own
+                    more = [*map(leaf.of, behind), *[own[:1]] * fill]
+                    return torch.cat([own, *more]) if more else own
             whole = plain(leaf)
             if not (whole.dim() and whole.shape[0] == self.batch.size):
                 return whole
-            if behind:
+            if behind or fill:
                 raise LookupError("an argument has rows that are not the loader's")
             return batches.take_rows(whole, mask)
 
