@@ -631,8 +631,7 @@ class SkipEngine:
         loaded = call.batch.load_rows(mask)
         same, fresh = self.host.audit_leaves(call.batch, mask, loaded), Rows()
         if same:
-            inputs, num_rows = call.rows(mask, loaded), int(mask.sum())
-            fresh = replay.prefix(self._forward, source, inputs, num_rows)
+            fresh = replay.prefix(self._forward, source, call.rows(mask, loaded), int(mask.sum()))
         rows = torch.from_numpy(np.flatnonzero(mask[entry.hit]))
         growth, lengths = source.row_growth(), call.batch.lengths
         for name, computed in fresh.items():

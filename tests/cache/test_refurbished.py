@@ -104,10 +104,7 @@ def test_what_hits_leave_out_is_computed_for_batches_in_a_row(
         loader = EgeriaLoader(Images(), 8, cache=cache, seed=3, num_workers=workers)
         optimizer = sgd(model)
         for _ in range(8):
-            model.train()
-            for images, targets in loop(iter(loader)):
-                loss = take_step(F.cross_entropy(model(images), targets), optimizer)
-                losses.append(loss.item())
+            losses += train_steps(model, loop(iter(loader)), optimizer)[0]
             cache.flush()
         stats = cache.stats()
     expected = scheduled(Draws(3, 4), epochs=8, shuffle=False, loop=loop)
@@ -196,10 +193,7 @@ def test_what_is_computed_together_is_noted_together_or_not_at_all(tmp_path, mon
     """No step is cheap for having left its misses to one that somebody has validated after."""
     prefix, note, noted, ran = replay.prefix, loader_api.LoaderApi.note_step, [], []
 
-    def noting(*args, **options):
-        noted.append(args[2::2])
-        return note(*args, **options)
-
+    noting = lambda *a, **options: (noted.append(a[2::2]), note(*a, **options))[1]  # noqa: E731
     monkeypatch.setattr(replay, "prefix", lambda *args: (ran.append(sleep(0.05)), prefix(*args))[1])
     monkeypatch.setattr(loader_api.LoaderApi, "note_step", noting)
     with cached(tmp_path, audit_rate=0) as (model, cache):

@@ -144,9 +144,8 @@ def ways(monkeypatch):
         run = getattr(replay, way)
 
         def wrapped(forward, plan, *args):
-            rows = next(a.batch.size if isinstance(a, Invocation) else a
-                        for a in args if isinstance(a, Invocation | int))  # fmt: skip
-            taken.append((way, rows))
+            found = next(one for one in args if isinstance(one, Invocation | int))
+            taken.append((way, found if way == "prefix" else found.batch.size))
             return run(forward, plan, *args)
 
         return wrapped

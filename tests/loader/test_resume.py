@@ -117,16 +117,14 @@ def test_the_rest_and_the_following_epochs_are_the_uninterrupted_ones(
         same(list(resumed), expected)
 
 
-def test_numpy_may_have_its_bits_from_another_generator():
+def test_numpy_may_have_its_bits_from_another_generator(request):
     before = np.random.get_bit_generator()
+    request.addfinalizer(lambda: np.random.set_bit_generator(before))
     np.random.set_bit_generator(np.random.Philox(3))
-    try:
-        next(batches := iter(loader := make("a user's")))
-        state, rest = through_a_file(loader.state_dict()), list(batches)
-        (resumed := make("a user's")).load_state_dict(state)
-        same(list(resumed), rest)
-    finally:
-        np.random.set_bit_generator(before)
+    next(batches := iter(loader := make("a user's")))
+    state, rest = through_a_file(loader.state_dict()), list(batches)
+    (resumed := make("a user's")).load_state_dict(state)
+    same(list(resumed), rest)
 
 
 class Restarting:
