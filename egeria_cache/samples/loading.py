@@ -99,7 +99,7 @@ class SampleLoader:
             return None
         if num & (num - 1):
             return self.get(indices)
-        before = {name: one.whole() for name, one in GENERATORS.items()}
+        before = {name: one.look() for name, one in GENERATORS.items()}
         try:
             has_own = next(_seedable(self.dataset), None) is not None
             samples = None if has_own else self.get(indices)
