@@ -14,7 +14,8 @@ ones finds neither its memory nor its code warm: the second counts. Where no ste
 before, say in a second run over the same directory, they come in fours.
 
 Most batches of random samples are mixed for ever: some of their draws are new. Where at least half
-of a batch is read, it counts as served, with all that its misses took.
+of a batch is read, it counts as served, with all that its misses took; what is computed for several
+together is shared out over their steps.
 """
 
 from __future__ import annotations

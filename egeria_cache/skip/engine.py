@@ -663,7 +663,7 @@ class SkipEngine:
     def _complete(
         self, source: ReplayPlan, call: Invocation, hit: np.ndarray, stored: Rows
     ) -> Rows:
-        """Return the rows in order, those among them that the prefix computes alone."""
+        """Return all rows in order: those that hit, and the others, which the prefix computes."""
         missing = call.batch.missing
         if missing is None or source.draws:
             missing = Missing(None, len(hit) - int(hit.sum()))
